@@ -1,0 +1,98 @@
+"""Configuration -> drafter, and drafter folder <-> drafter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+from safetensors import safe_open
+from safetensors.torch import save as save_tensors
+
+from kvshot_ds.config import DrafterConfig, HiddenOnlyConfig, HybridConfig, KVOnlyConfig
+from kvshot_ds.drafters.base import Drafter
+from kvshot_ds.drafters.hidden import HiddenOnlyDrafter
+from kvshot_ds.drafters.hybrid import HybridDrafter
+from kvshot_ds.drafters.kv import KVOnlyDrafter
+from kvshot_ds.errors import ConfigError, KvshotError
+from kvshot_ds.files import read_json, write_atomic, write_json
+from kvshot_ds.geometry import Geometry
+
+FORMAT = "kvshot-drafter/1"
+
+
+def build_drafter(config: HiddenOnlyConfig | KVOnlyConfig | HybridConfig, g: Geometry, draft_vocab_size: int) -> Drafter:
+    """The drafter that `config` describes, weights uninitialised (call `reset`). Raises ConfigError if the target cannot serve it."""
+    if draft_vocab_size > g.vocab_size:
+        raise ConfigError(f"train.draft_vocab_size={draft_vocab_size} is larger than the target's vocabulary of {g.vocab_size}")
+    if isinstance(config, HiddenOnlyConfig):
+        return HiddenOnlyDrafter(g, config, draft_vocab_size)
+    if isinstance(config, HybridConfig):
+        return HybridDrafter(g, config, draft_vocab_size)
+    return KVOnlyDrafter(g, config, draft_vocab_size)
+
+
+@dataclass(frozen=True)
+class DrafterInfo:
+    """What a drafter folder says of itself. target: name and digest; extra: init and training facts."""
+
+    config: HiddenOnlyConfig | KVOnlyConfig | HybridConfig
+    geometry: Geometry
+    draft_vocab_size: int
+    target_name: str
+    target_digest: str
+    extra: dict[str, Any]
+
+
+def save_drafter(folder: Path, drafter: Drafter, info: DrafterInfo, dtype: torch.dtype) -> None:
+    """Writes model.safetensors and, last, config.json: a folder with a config.json is whole."""
+    tensors = {k: (v.to(dtype) if v.is_floating_point() else v).contiguous().cpu() for k, v in drafter.state_dict().items()}
+    write_atomic(folder / "model.safetensors", save_tensors(tensors))
+    write_json(
+        folder / "config.json",
+        {
+            "format": FORMAT,
+            "drafter": info.config.model_dump(mode="json"),
+            "draft_vocab_size": info.draft_vocab_size,
+            "target": {"name": info.target_name, "digest": info.target_digest, "geometry": info.geometry.to_json()},
+            **info.extra,
+        },
+    )
+
+
+def find_drafter(folder: Path) -> Path:
+    """The drafter folder: `folder` itself, or `folder/drafter` of a run. Raises KvshotError if there is none."""
+    for place in (folder, folder / "drafter"):
+        if (place / "config.json").is_file():
+            return place
+    raise KvshotError(f"{folder}: no trained drafter here (neither config.json nor drafter/config.json); has `kvshot train` finished?")
+
+
+def read_info(folder: Path) -> DrafterInfo:
+    """config.json of a drafter folder. Raises KvshotError if it is of another format."""
+    data = read_json(folder / "config.json")
+    if data.get("format") != FORMAT:
+        raise KvshotError(f"{folder}/config.json: expected format {FORMAT!r}, found {data.get('format')!r}")
+    known = {"format", "drafter", "draft_vocab_size", "target"}
+    config: Any = TypeAdapter(DrafterConfig).validate_python(data["drafter"])
+    target = data["target"]
+    extra = {k: v for k, v in data.items() if k not in known}
+    return DrafterInfo(config, Geometry.from_json(target["geometry"]), data["draft_vocab_size"], target["name"], target["digest"], extra)
+
+
+def load_drafter(folder: Path, device: torch.device | str, dtype: torch.dtype) -> tuple[Drafter, DrafterInfo]:
+    """A trained drafter, in evaluation mode. Raises KvshotError naming missing and unexpected tensors."""
+    folder = find_drafter(folder)
+    info = read_info(folder)
+    drafter = build_drafter(info.config, info.geometry, info.draft_vocab_size)
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}
+    wanted = drafter.state_dict()
+    missing, unexpected = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
+    wrong = [f"{k} {tuple(tensors[k].shape)} instead of {tuple(v.shape)}" for k, v in wanted.items() if k in tensors and tensors[k].shape != v.shape]
+    if missing or unexpected or wrong:
+        raise KvshotError(f"{folder}/model.safetensors does not fit its config.json: missing {missing}, unexpected {unexpected}, other shape {wrong}")
+    drafter.load_state_dict(tensors)
+    return drafter.to(device, dtype).eval().requires_grad_(False), info

@@ -1,0 +1,81 @@
+"""The one batch class: it leaves the loader, enters the objective, and is what evaluation reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvshot_ds.features.spec import teacher_rows
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Conversations laid end to end, without padding. T = sum of lengths, R = sum of teacher rows.
+
+    keys, lengths: one entry per conversation, on the host. tokens, turn: [T] int64. hidden[l]: [T, d].
+    keys_of[l], values_of[l]: [T, G, D]. teacher_index: [T] int64, row of the teacher tensors that belongs to a
+    position, -1 where there is none. teacher_hidden [R, d], teacher_argmax [R] int64, teacher_lse [R] fp32.
+    """
+
+    keys: tuple[str, ...]
+    lengths: tuple[int, ...]
+    tokens: torch.Tensor
+    turn: torch.Tensor
+    hidden: dict[int, torch.Tensor]
+    keys_of: dict[int, torch.Tensor]
+    values_of: dict[int, torch.Tensor]
+    teacher_index: torch.Tensor
+    teacher_hidden: torch.Tensor
+    teacher_argmax: torch.Tensor
+    teacher_lse: torch.Tensor
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Batch:
+        """Tensors on `device`; features (hidden, KV, teacher_hidden) also cast to `dtype` if given."""
+
+        def move(name: str, value: Any) -> Any:
+            if isinstance(value, dict):
+                return {k: v.to(device, dtype, non_blocking=True) for k, v in value.items()}
+            if isinstance(value, torch.Tensor):
+                return value.to(device, dtype if name == "teacher_hidden" else None, non_blocking=True)
+            return value
+
+        return replace(self, **{f.name: move(f.name, getattr(self, f.name)) for f in fields(self)})
+
+
+def collate(samples: Sequence[tuple[str, dict[str, torch.Tensor]]]) -> Batch:
+    """Joins (key, tensors) samples, as a shard reader yields them (spec.py), into one batch."""
+    first = samples[0][1]
+    lengths = tuple(len(t["tokens"]) for _, t in samples)
+
+    def cat(key: str) -> torch.Tensor:
+        return torch.cat([t[key] for _, t in samples])
+
+    def layers(prefix: str) -> dict[int, torch.Tensor]:
+        return {int(key.split(".")[1]): cat(key) for key in first if key.startswith(prefix)}
+
+    index, used = [], 0
+    for _, tensors in samples:
+        rows = teacher_rows(tensors["turn"].numpy())
+        at = np.full(len(tensors["turn"]), -1, dtype=np.int64)
+        at[rows] = used + np.arange(len(rows))
+        used += len(rows)
+        index.append(at)
+    has_teacher = "teacher.hidden" in first
+    empty = torch.empty(0)
+    return Batch(
+        keys=tuple(key for key, _ in samples),
+        lengths=lengths,
+        tokens=cat("tokens").long(),
+        turn=cat("turn").long(),
+        hidden=layers("hidden."),
+        keys_of=layers("key."),
+        values_of=layers("value."),
+        teacher_index=torch.from_numpy(np.concatenate(index)),
+        teacher_hidden=cat("teacher.hidden") if has_teacher else empty,
+        teacher_argmax=cat("teacher.argmax").long() if has_teacher else empty.long(),
+        teacher_lse=cat("teacher.lse") if has_teacher else empty,
+    )

@@ -1,0 +1,1 @@
+"""What is optimised: alignment of rows, the test-time-training unroll, losses."""

@@ -1,0 +1,160 @@
+"""Which row sees what: the one place that knows. A row is an anchor t; step k reads token t+1+k and is judged at t+2+k.
+
+Known to a row: target states at positions <= t, tokens <= t+1. Step k: input token t+1+k (teacher-forced), label token
+t+2+k, teacher = the target's distribution at position t+1+k. The row counts at step k iff tokens t+1 .. t+2+k lie in one
+assistant turn, so the first row of an answer is the last prompt token: serving starts there. Planned on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvshot_ds.drafters.attention import Span
+from kvshot_ds.drafters.state import Rows, Start
+from kvshot_ds.features.batch import Batch
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Rows of one batch for K steps. N anchors in runs, T positions, M = valid (step, row) pairs.
+
+    anchors [N]: flat positions t. next_tokens [T]: x_{t+1} (a document's last position repeats its own token; no row
+    sees it). tokens [K, N]: x_{t+1+k}. valid [K, N] bool. positions [T]: inside the document. picks [M]: flat index
+    k*N + row of the valid pairs, ordered by teacher row; teacher_of [M]: their teacher rows; steps_of [M]: their k.
+    conversation [N]: index of the row's conversation in the batch. spans_all, spans_rows: keys seen, on the host.
+    teacher_bounds: offsets into the M pairs of each teacher row, on the host [R + 1].
+    """
+
+    anchors: torch.Tensor
+    next_tokens: torch.Tensor
+    tokens: torch.Tensor
+    valid: torch.Tensor
+    positions: torch.Tensor
+    picks: torch.Tensor
+    teacher_of: torch.Tensor
+    steps_of: torch.Tensor
+    conversation: torch.Tensor
+    spans_all: tuple[Span, ...]
+    spans_rows: tuple[Span, ...]
+    teacher_bounds: npt.NDArray[np.int64]
+
+    def to(self, device: torch.device | str) -> RowPlan:
+        moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self) if isinstance(getattr(self, f.name), torch.Tensor)}
+        return replace(self, **moved)
+
+    @property
+    def supervised(self) -> int:
+        """Rows supervised at step 0: the loss is normalised by their number."""
+        return len(self.anchors)
+
+
+def supervised_rows(turn: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Anchors t of one conversation whose bonus t+1 and first label t+2 belong to one assistant turn. turn [S] -> [N]."""
+    return np.flatnonzero((turn[1:-1] > 0) & (turn[1:-1] == turn[2:]))
+
+
+def _runs(rows: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+    """Ascending positions cut into runs of consecutive ones."""
+    return np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1) if len(rows) else []
+
+
+def _subsample(runs: list[npt.NDArray[np.int64]], fraction: float, rng: np.random.Generator) -> list[npt.NDArray[np.int64]]:
+    """A contiguous piece of each run, `fraction` of it (at least one row), every row about equally likely."""
+    out: list[npt.NDArray[np.int64]] = []
+    for run in runs:
+        size = max(1, round(len(run) * fraction))
+        # The window is laid on a circle so that rows at the ends are as likely as those in the middle.
+        first = int(rng.integers(len(run)))
+        taken = np.sort((first + np.arange(size)) % len(run))
+        out.extend(run[piece] for piece in _runs(taken))
+    return out
+
+
+def plan_rows(batch: Batch, steps: int, fraction: float = 1.0, seed: int = 0) -> RowPlan:
+    """Plans K = `steps` TTT steps over the supervised rows of `batch` (on the CPU), or over a `fraction` of them drawn with `seed`."""
+    rng = np.random.default_rng(seed)
+    tokens, turn = batch.tokens.numpy(), batch.turn.numpy()
+    starts = np.concatenate(([0], np.cumsum(batch.lengths)))
+    spans_all, spans_rows, runs, owners = [], [], [], []
+    count = 0
+    for c, (lo, hi) in enumerate(pairwise(starts)):
+        spans_all.append(Span(int(lo), int(hi - lo), int(lo), int(lo)))
+        found = _runs(supervised_rows(turn[lo:hi]) + lo)
+        for run in found if fraction == 1.0 else _subsample(found, fraction, rng):
+            spans_rows.append(Span(count, len(run), int(lo), int(run[0])))
+            runs.append(run)
+            owners.append(np.full(len(run), c))
+            count += len(run)
+    anchors = np.concatenate(runs) if runs else np.empty(0, np.int64)
+    owner = np.concatenate(owners) if owners else np.empty(0, np.int64)
+    last = starts[owner + 1] - 1  # last position of each row's document
+    ahead = anchors + 1 + np.arange(steps)[:, None]  # [K, N]: position of the step's input token
+    inside = ahead + 1 <= last
+    label = np.minimum(ahead + 1, last)
+    # Tokens t+1 .. t+2+k lie in one turn iff the bonus and the label do: a turn is a contiguous run.
+    valid = inside & (turn[label] == turn[np.minimum(anchors + 1, last)])
+    teacher = batch.teacher_index.numpy()[np.minimum(ahead, last)]
+    flat = np.flatnonzero(valid)
+    order = flat[np.argsort(teacher.reshape(-1)[flat], kind="stable")]
+    teacher_of = teacher.reshape(-1)[order]
+    following = np.concatenate([np.append(tokens[lo + 1 : hi], tokens[hi - 1]) for lo, hi in pairwise(starts)])
+    return RowPlan(
+        anchors=torch.from_numpy(anchors),
+        next_tokens=torch.from_numpy(following),
+        tokens=torch.from_numpy(tokens[np.minimum(ahead, last)]),
+        valid=torch.from_numpy(valid),
+        positions=torch.from_numpy(np.concatenate([np.arange(n) for n in batch.lengths])),
+        picks=torch.from_numpy(order),
+        teacher_of=torch.from_numpy(teacher_of),
+        steps_of=torch.from_numpy(order // max(len(anchors), 1)),
+        conversation=torch.from_numpy(owner),
+        spans_all=tuple(spans_all),
+        spans_rows=tuple(spans_rows),
+        teacher_bounds=np.searchsorted(teacher_of, np.arange(len(batch.teacher_argmax) + 1)),
+    )
+
+
+def training_start(batch: Batch, plan: RowPlan) -> Start:
+    """The drafter's first step in training: all positions feed the prefix, the planned rows are unrolled."""
+    return Start(
+        tokens=plan.next_tokens,
+        hidden=batch.hidden,
+        keys=batch.keys_of,
+        values=batch.values_of,
+        all=Rows(plan.positions, plan.spans_all),
+        rows=Rows(plan.positions[plan.anchors], plan.spans_rows),
+        select=plan.anchors,
+    )
+
+
+def decoding_start(
+    tokens: Sequence[int] | torch.Tensor,
+    first: int,
+    hidden: dict[int, torch.Tensor],
+    keys: dict[int, torch.Tensor],
+    values: dict[int, torch.Tensor],
+    device: torch.device | str,
+) -> Start:
+    """The drafter's first step of a decoding round: positions first .. first + n - 1 are newly committed, the last one drafts.
+
+    tokens [n]: x_{t+1} of those positions, the bonus token last. hidden[l] [n, d], keys[l], values[l] [n, G, D]: the
+    target's states there. Positions before `first` are in the drafter's memory already.
+    """
+    ids = torch.as_tensor(tokens, dtype=torch.int64, device=device)
+    n = len(ids)
+    positions = torch.arange(first, first + n, device=device)
+    return Start(
+        tokens=ids,
+        hidden=hidden,
+        keys=keys,
+        values=values,
+        all=Rows(positions, (Span(0, n, 0, first),)),
+        rows=Rows(positions[-1:], (Span(0, 1, 0, first + n - 1),)),
+        select=torch.tensor([n - 1], device=device),
+    )
