@@ -1,0 +1,120 @@
+"""Shards -> batches. The order is a function of (seed, epoch, step) alone: any world size sees the same optimizer steps, and
+a resumed run goes on at its step. Every conversation is seen exactly once per epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from kvshot_ds.errors import ConfigError
+from kvshot_ds.features.batch import Batch, collate
+from kvshot_ds.features.shard import ShardSet
+from kvshot_ds.objectives.alignment import RowPlan, plan_rows
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward of one rank. counted is False for a stand-in: a rank with fewer conversations than the others repeats one
+    so that all ranks make the same number of forwards; its loss and metrics are multiplied by zero."""
+
+    batch: Batch
+    plan: RowPlan
+    counted: bool
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Which samples each rank reads in each micro-step of one optimizer step: slots[rank][micro] -> sample numbers."""
+
+    epoch: int
+    slots: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+class Schedule:
+    """The optimizer steps of a run. samples: (tokens, supervised rows) of the train split; those without rows are left out."""
+
+    def __init__(self, sizes: list[tuple[int, int]], per_step: int, per_micro: int, world: int, epochs: int, max_steps: int, seed: int):
+        if per_step % (per_micro * world):
+            raise ConfigError(
+                f"train.conversations_per_step={per_step} cannot be split evenly: it must be a multiple of "
+                f"train.conversations_per_micro_batch={per_micro} x {world} rank(s)"
+            )
+        self.sizes, self.per_step, self.world, self.per_micro, self.seed = sizes, per_step, world, per_micro, seed
+        self.usable = np.array([i for i, (_, rows) in enumerate(sizes) if rows], dtype=np.int64)
+        if not len(self.usable):
+            raise ConfigError("the train split holds no supervised rows: nothing to train on")
+        self.steps_per_epoch = -(-len(self.usable) // per_step)
+        total = self.steps_per_epoch * epochs
+        self.steps = min(total, max_steps) if max_steps else total
+        self.accumulation = per_step // (per_micro * world)
+
+    def step(self, number: int) -> StepPlan:
+        """Plan of optimizer step `number` (0-based). Conversations are dealt longest first to the lightest slot, so that ranks finish together."""
+        epoch, at = divmod(number, self.steps_per_epoch)
+        order = np.random.default_rng((self.seed, epoch)).permutation(self.usable)
+        mine = sorted(order[at * self.per_step : (at + 1) * self.per_step].tolist(), key=lambda i: (-self.sizes[i][0], i))
+        slots: list[list[int]] = [[] for _ in range(self.world * self.accumulation)]
+        load = [0] * len(slots)
+        for i in mine:
+            free = [s for s in range(len(slots)) if len(slots[s]) < self.per_micro]
+            slot = min(free, key=lambda s: (load[s], s))
+            slots[slot].append(i)
+            load[slot] += self.sizes[i][0]
+        # Slots are sorted by load before they are dealt to the ranks in turn: the ranks of one micro-step weigh about the same.
+        slots = [slots[s] for s in sorted(range(len(slots)), key=lambda s: (-load[s], s))]
+        return StepPlan(epoch, tuple(tuple(tuple(slots[m * self.world + rank]) for m in range(self.accumulation)) for rank in range(self.world)))
+
+
+class _Steps(Dataset[list[MicroBatch]]):
+    """Map-style: item n is the list of micro-batches of optimizer step first + n for one rank."""
+
+    def __init__(self, shards: ShardSet, keys: Collection[str], schedule: Schedule, rank: int, ttt_steps: int, fraction: float, first: int):
+        self.shards, self.keys, self.schedule, self.rank = shards, keys, schedule, rank
+        self.ttt_steps, self.fraction, self.first = ttt_steps, fraction, first
+
+    def __len__(self) -> int:
+        return self.schedule.steps - self.first
+
+    def __getitem__(self, n: int) -> list[MicroBatch]:
+        number = self.first + n
+        if number >= self.schedule.steps:
+            raise IndexError(number)
+        plan = self.schedule.step(number)
+        stand_in = next(slot for rank in plan.slots for slot in rank if slot)
+        out = []
+        for micro, slot in enumerate(plan.slots[self.rank]):
+            batch = collate([self.shards.read(i, self.keys) for i in slot or stand_in[:1]])
+            seed = (self.schedule.seed * 1_000_003 + number) * 4096 + micro * self.schedule.world + self.rank
+            out.append(MicroBatch(batch, plan_rows(batch, self.ttt_steps, self.fraction, seed), bool(slot)))
+        return out
+
+
+def step_batches(
+    shards: ShardSet, keys: Collection[str], schedule: Schedule, rank: int, ttt_steps: int, fraction: float, first: int, workers: int, pin: bool
+) -> Iterator[list[MicroBatch]]:
+    """Micro-batches of this rank for the optimizer steps first, first + 1, …; read ahead by `workers` processes (0: in this one)."""
+    data = _Steps(shards, keys, schedule, rank, ttt_steps, fraction, first)
+    loader = DataLoader(
+        data, batch_size=None, shuffle=False, num_workers=workers, prefetch_factor=4 if workers else None, pin_memory=False, worker_init_fn=_one_thread,
+        multiprocessing_context="forkserver" if workers else None,
+    )  # fmt: skip
+    for step in loader:
+        yield [MicroBatch(_pinned(m.batch), _pinned(m.plan), m.counted) for m in step] if pin else step
+
+
+def _one_thread(_: int) -> None:
+    torch.set_num_threads(1)
+
+
+def _pinned(value):
+    """Tensors of a batch or a plan moved to pinned memory, for copies that overlap with compute."""
+    from dataclasses import fields, replace
+
+    def pin(x):
+        return {k: v.pin_memory() for k, v in x.items()} if isinstance(x, dict) else x.pin_memory() if isinstance(x, torch.Tensor) else x
+
+    return replace(value, **{f.name: pin(getattr(value, f.name)) for f in fields(value)})

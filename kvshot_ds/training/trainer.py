@@ -1,0 +1,273 @@
+"""Feature shards in, a trained drafter out. Reads top to bottom."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+import ds_configs
+from kvshot_ds.config import Recipe, dump_recipe
+from kvshot_ds.drafters.base import Drafter
+from kvshot_ds.drafters.build import DrafterInfo, build_drafter, save_drafter
+from kvshot_ds.drafters.initial import choose_vocab, initialise
+from kvshot_ds.errors import ConfigError, KvshotError
+from kvshot_ds.features.manifest import Manifest, load_token_counts, require
+from kvshot_ds.features.shard import ShardSet
+from kvshot_ds.files import read_json, write_json
+from kvshot_ds.objectives.ttt import TTT
+from kvshot_ds.provenance import digest, stamp
+from kvshot_ds.target import load_geometry, load_parts, weights_digest
+from kvshot_ds.training import checkpoint
+from kvshot_ds.training.checkpoint import Progress
+from kvshot_ds.training.engine import World, connect, make_engine, precision
+from kvshot_ds.training.loader import MicroBatch, Schedule, step_batches
+from kvshot_ds.training.watch import Board, Meter, gates, training_scalars
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that is settled before the first step. coverage: share of the train labels inside the draft vocabulary."""
+
+    recipe: Recipe
+    world: World
+    shards: ShardSet
+    manifest: Manifest
+    schedule: Schedule
+    objective: TTT
+    engine: Any
+    coverage: float
+
+    @property
+    def drafter(self) -> Drafter:
+        return self.objective.drafter
+
+
+def train(recipe: Recipe) -> dict[str, Any]:
+    """Trains `recipe.train` on this rank, continuing from the newest checkpoint.
+
+    Raises ConfigError if the data or the target do not fit the drafter, KvshotError on a loss that is not finite.
+    """
+    world = connect(recipe.train.threads_per_rank)
+    setup = prepare(recipe, world)
+    progress = checkpoint.load(recipe.run_dir / "checkpoints", setup.engine)
+    if world.rank == 0:
+        _announce(setup, progress.step)
+    return finish(setup, run_steps(setup, progress))
+
+
+def finished(recipe: Recipe) -> dict[str, Any] | None:
+    """train.json of a complete run of this very recipe, else None. Raises ConfigError if the folder holds another one."""
+    stamped = recipe.run_dir / "provenance.json"
+    if not stamped.is_file():
+        return None
+    found, wanted = read_json(stamped).get("train_digest"), run_digest(recipe)
+    if found != wanted:
+        raise ConfigError(
+            f"{recipe.run_dir} holds a run of another configuration (digest {found}, this one is {wanted}; compare its recipe.yaml); give this run another name"
+        )
+    summary = recipe.run_dir / "train.json"
+    return read_json(summary) if summary.is_file() else None
+
+
+def run_digest(recipe: Recipe) -> str:
+    """Digest of all that shapes the trained weights: options, target, data."""
+    manifest = Manifest.load(recipe.shards_dir)
+    ds_config = ds_configs.load(recipe.train.ds_config)
+    counts = {name: (split.samples, split.tokens, split.rows) for name, split in manifest.splits.items()}
+    return digest(recipe.train, manifest.target_digest, manifest.tokenizer_digest, repr(counts), repr(ds_config))
+
+
+def prepare(recipe: Recipe, world: World) -> Setup:
+    """Checks the data against the drafter, builds drafter, objective and engine."""
+    config = recipe.train
+    ds_config = ds_configs.load(config.ds_config)
+    dtype = precision(ds_config)
+    manifest = Manifest.load(recipe.shards_dir)
+    geometry = load_geometry(recipe.target.path, recipe.target.trust_remote_code)
+    drafter = build_drafter(config.drafter, geometry, config.draft_vocab_size)
+    needed = drafter.required_features()
+    require(manifest, needed, weights_digest(recipe.target.path))
+    shards = ShardSet.open(recipe.shards_dir, "train")
+    sizes = [(s.tokens, s.rows) for s in shards.samples]
+    schedule = Schedule(sizes, config.conversations_per_step, config.conversations_per_micro_batch, world.size, config.epochs, config.max_steps, config.seed)
+
+    counts = load_token_counts(recipe.shards_dir, geometry.vocab_size)
+    parts = load_parts(recipe.target.path, world.device, dtype)
+    ids = choose_vocab(counts, config.draft_vocab_size)
+    drafter.set_vocab(ids)
+    drafter = drafter.to(world.device)  # initialised in fp32, on every rank alike
+    initialise(drafter, config.init, parts, config.seed)
+    drafter.bind(parts.embedding)
+    objective = TTT(drafter.to(dtype), config.objective, parts.head)
+    engine = make_engine(objective, config, ds_config, world, schedule.accumulation, schedule.steps)
+    if world.rank == 0 and not (recipe.run_dir / "provenance.json").is_file():
+        stamp(recipe.run_dir, recipe, train_digest=run_digest(recipe))
+    dist.barrier()
+    return Setup(recipe, world, shards, manifest, schedule, objective, engine, float(counts[ids].sum() / counts.sum().clamp_min(1)))
+
+
+def run_steps(s: Setup, before: Progress) -> Progress:
+    """The optimizer steps that are left. Returns the progress of the whole run."""
+    config, world, folder = s.recipe.train, s.world, s.recipe.run_dir
+    batches = step_batches(
+        s.shards, ("tokens", "turn", *s.drafter.required_features().keys()), s.schedule, world.rank, config.objective.steps, config.objective.row_fraction,
+        before.step, config.data_workers, pin=world.device.type == "cuda",
+    )  # fmt: skip
+    clock = Clock(before, time.monotonic())
+    bar = tqdm(total=s.schedule.steps, initial=before.step, unit="step", desc=s.recipe.name, disable=world.rank != 0, mininterval=2)
+    with Board(folder / "tensorboard", world.rank, before.step + 1) as board, bar:
+        board.text("recipe", dump_recipe(s.recipe))
+        meter = Meter(config.objective.steps, world.device)
+        for step in range(before.step + 1, s.schedule.steps + 1):
+            micro_batches = clock.waiting(batches)
+            optimizer_step(s, micro_batches, meter)
+            clock.count(micro_batches)
+            bar.update()
+            last = step == s.schedule.steps
+            if step % config.log_every == 0 or last:
+                log_point(s, board, bar, meter, clock, step, micro_batches)
+            if step % config.checkpoint_every == 0 and not last:
+                checkpoint.save(folder / "checkpoints", s.engine, clock.progress(step), world.rank, config.keep_checkpoints)
+    return clock.progress(s.schedule.steps)
+
+
+class Clock:
+    """Time, tokens and rows of a run, on the host; summed over ranks when read."""
+
+    def __init__(self, before: Progress, now: float):
+        self.before, self.started, self.point, self.stall = before, now, now, 0.0
+        self.seen = torch.zeros(2, dtype=torch.int64)
+        self.tokens_at_point = 0
+
+    def waiting(self, batches: Iterator[list[MicroBatch]]) -> list[MicroBatch]:
+        """The next step's micro-batches; the time this takes counts as stall."""
+        asked = time.monotonic()
+        step = next(batches)
+        self.stall += time.monotonic() - asked
+        return step
+
+    def count(self, micro_batches: list[MicroBatch]) -> None:
+        for m in micro_batches:
+            if m.counted:
+                self.seen += torch.tensor([sum(m.batch.lengths), m.plan.supervised])
+
+    def reduced(self) -> list[int]:
+        """[tokens, rows] of this start over all ranks. All ranks call it."""
+        total = self.seen.to(torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu", copy=True)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def rates(self) -> dict[str, float]:
+        """Tokens/s and stall share since the last reading."""
+        now, tokens = time.monotonic(), self.reduced()[0]
+        elapsed = max(now - self.point, 1e-9)
+        out = {"train/tokens_per_s": (tokens - self.tokens_at_point) / elapsed, "train/data_stall_share": self.stall / elapsed}
+        self.point, self.stall, self.tokens_at_point = now, 0.0, tokens
+        return out
+
+    def progress(self, step: int) -> Progress:
+        tokens, rows = self.reduced()
+        b = self.before
+        return Progress(step, b.seconds + time.monotonic() - self.started, b.tokens + tokens, b.supervised_rows + rows, b.resumed_from)
+
+
+def optimizer_step(s: Setup, micro_batches: list[MicroBatch], meter: Meter) -> None:
+    """Forward and backward of each micro-batch, then one update, without waiting for the device.
+
+    The loss is normalised by the supervised rows of all ranks and micro-steps, whatever their distribution; DeepSpeed
+    divides by ranks and micro-steps, which is multiplied back here.
+    """
+    device, dtype = s.world.device, s.drafter.lm_head.weight.dtype
+    rows = torch.tensor([sum(m.plan.supervised for m in micro_batches if m.counted)], dtype=torch.float32).to(device, non_blocking=True)
+    dist.all_reduce(rows)
+    normaliser = rows.clamp_min(1) / (s.world.size * len(micro_batches))
+    for micro in micro_batches:
+        plan = micro.plan.to(device)
+        out = s.engine(micro.batch.to(device, dtype), plan, normaliser)
+        s.engine.backward(out.loss if micro.counted else out.loss * 0)
+        s.engine.step()
+        meter.add(out.sums(plan), micro.counted)
+
+
+def log_point(s: Setup, board: Board, bar: Any, meter: Meter, clock: Clock, step: int, last: list[MicroBatch]) -> None:
+    """One TensorBoard point and the console's figures. The only place in the loop that waits for the device.
+
+    Raises KvshotError if the loss is not finite.
+    """
+    scalars = training_scalars(meter.read(), s.recipe.train.objective.step_decay) | clock.rates()
+    if not math.isfinite(scalars["train/loss"]):
+        keys = ", ".join(key for m in last for key in m.batch.keys)
+        raise KvshotError(
+            f"the loss is not finite at step {step} (conversations of this step: {keys}); the last good checkpoint stays in "
+            f"{s.recipe.run_dir / 'checkpoints'}; try a lower train.optim.lr"
+        )
+    norm = s.engine.get_global_grad_norm()
+    scalars |= {"train/lr": float(s.engine.get_lr()[0]), "train/grad_norm": float(norm or 0.0)}
+    gate = [g.float().flatten() for g in gates(s.drafter)]
+    if gate:
+        values = torch.cat(gate)
+        scalars |= {"gate/mean": float(values.mean()), "gate/share_below_0.05": float((values < 0.05).float().mean())}
+    board.scalars(scalars, step)
+    bar.set_postfix_str(
+        f"loss {scalars['train/loss']:.3f}  a0 {scalars['train/accept_top1/0']:.3f}  MAT {scalars['train/mat']:.2f}  {scalars['train/tokens_per_s']:.0f} tok/s"
+    )
+
+
+def finish(s: Setup, progress: Progress) -> dict[str, Any]:
+    """Exports the drafter and writes train.json, last."""
+    config, folder = s.recipe.train, s.recipe.run_dir
+    trainable = sum(getattr(p, "ds_numel", p.numel()) for p in s.drafter.parameters())
+    summary = {
+        "status": "complete",
+        "steps": progress.step,
+        "seconds": progress.seconds,
+        "tokens": progress.tokens,
+        "supervised_rows": progress.supervised_rows,
+        "parameters": {"trainable": trainable},
+        "draft_vocab_size": config.draft_vocab_size,
+        "draft_vocab_coverage": s.coverage,
+        "init": config.init.model_dump(),
+        "world_size": s.world.size,
+        "resumed_from": list(progress.resumed_from),
+    }
+    info = DrafterInfo(config.drafter, s.drafter.g, config.draft_vocab_size, s.manifest.target_name, s.manifest.target_digest, {"training": summary})
+    with _whole(s.drafter):
+        if s.world.rank == 0:
+            save_drafter(folder / "drafter", s.drafter, info, s.drafter.lm_head.weight.dtype)
+            write_json(folder / "train.json", summary)
+            print(
+                f"{s.recipe.name}: {progress.step} steps, {progress.supervised_rows} supervised rows, {progress.seconds:.0f} s, "
+                f"{trainable / 1e6:.1f} M parameters -> {folder / 'drafter'}"
+            )
+    dist.barrier()
+    return summary
+
+
+def _whole(drafter: Drafter) -> AbstractContextManager[Any]:
+    """Under ZeRO-3, parameters gathered for the export; nothing to do otherwise."""
+    parameters = list(drafter.parameters())
+    if not any(hasattr(p, "ds_id") for p in parameters):
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters)
+
+
+def _announce(s: Setup, first: int) -> None:
+    stale = checkpoint.sweep(s.recipe.run_dir / "checkpoints", first)
+    if stale:
+        print(f"{s.recipe.name}: dropped half-written checkpoint(s) {', '.join(stale)}")
+    if first:
+        print(f"{s.recipe.name}: continuing after step {first} of {s.schedule.steps}")
+    print(
+        f"{s.recipe.name}: {s.schedule.steps} steps of {s.schedule.per_step} conversations on {s.world.size} rank(s), "
+        f"{len(s.schedule.usable)} of {len(s.shards)} conversations have supervised rows, draft vocabulary covers {s.coverage:.1%} of the labels"
+    )

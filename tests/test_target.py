@@ -1,0 +1,216 @@
+"""The target adapter against what transformers itself returns: bit for bit in fp32, on the same batch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from kvshot_ds.config import TargetConfig
+from kvshot_ds.errors import ConfigError
+from kvshot_ds.features.spec import FeatureSpec, teacher_rows
+from kvshot_ds.target import Target, load_geometry, load_layer, load_parts, load_tokenizer, tokenizer_digest, weights_digest
+
+FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral")
+LAYERS = 5
+SPEC = FeatureSpec((0, 3), (1, 4), "last_hidden", "fp32")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {}
+    for number, family in enumerate(FAMILIES):
+        extra = {} if family in ("Llama", "Qwen2") else {"head_dim": 24}
+        extra |= {"sliding_window": None} if family == "Mistral" else {}
+        config = getattr(transformers, f"{family}Config")(
+            hidden_size=48, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2, vocab_size=211,
+            max_position_embeddings=128, initializer_range=0.3, tie_word_embeddings=family == "Llama", bos_token_id=1, eos_token_id=2, **extra,
+        )  # fmt: skip
+        torch.manual_seed(number)
+        made[family] = tmp_path_factory.mktemp("targets") / family.lower()
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(made[family])
+    return made
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def target(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Target:
+    return Target.load(TargetConfig(path=folders[request.param], dtype="fp32", device="cpu"))
+
+
+def conversation(length: int, seed: int) -> tuple[list[int], np.ndarray]:
+    turn = np.zeros(length, dtype=np.int32)
+    turn[length // 3 : length // 2], turn[length // 2 + 2 : -1] = 1, 2
+    return torch.randint(0, 211, (length,), generator=torch.Generator().manual_seed(seed)).tolist(), turn
+
+
+@pytest.mark.parametrize("lengths", [(40,), (33, 33), (60, 41, 7)], ids=["single", "batched", "padded"])
+def test_features_are_what_hf_returns(target: Target, lengths: tuple[int, ...]) -> None:
+    tokens, turns = zip(*(conversation(n, seed) for seed, n in enumerate(lengths)), strict=True)
+    samples = target.features(tokens, SPEC, turns)
+    ids, mask = torch.zeros(len(lengths), max(lengths), dtype=torch.long), torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+    for row, sequence in enumerate(tokens):
+        ids[row, : len(sequence)], mask[row, : len(sequence)] = torch.tensor(sequence), 1
+    with torch.no_grad():
+        expected = target.model(ids, attention_mask=mask, output_hidden_states=True, use_cache=True)
+    cache = expected["cache" if "cache" in expected else "past_key_values"]
+    for row, (n, sample) in enumerate(zip(lengths, samples, strict=True)):
+        assert tuple(sample) == ("tokens", "turn", *SPEC.keys())
+        assert sample["tokens"].tolist() == tokens[row] and sample["turn"].tolist() == turns[row].tolist()
+        for layer in SPEC.hidden_layers:
+            assert torch.equal(sample[f"hidden.{layer}"], expected.hidden_states[layer + 1][row, :n])
+        for layer in SPEC.kv_layers:
+            assert torch.equal(sample[f"key.{layer}"], cache.layers[layer].keys[row, :, :n].transpose(0, 1))
+            assert torch.equal(sample[f"value.{layer}"], cache.layers[layer].values[row, :, :n].transpose(0, 1))
+        rows = teacher_rows(turns[row])
+        assert torch.equal(sample["teacher.hidden"], expected.hidden_states[-1][row, rows])
+        assert torch.equal(sample["teacher.argmax"], expected.logits[row, rows].argmax(-1).int())
+        torch.testing.assert_close(sample["teacher.lse"], torch.logsumexp(expected.logits[row, rows].double(), -1).float(), rtol=1e-6, atol=1e-5)
+        assert all(t.device.type == "cpu" and t.is_contiguous() for t in sample.values())
+
+
+def test_padding_leaves_no_trace(target: Target) -> None:
+    (short, turn), (long, long_turn) = conversation(12, 1), conversation(50, 2)
+    alone, padded = target.features([short], SPEC, [turn])[0], target.features([short, long], SPEC, [turn, long_turn])[0]
+    for key in alone:
+        torch.testing.assert_close(padded[key], alone[key], rtol=1e-4, atol=1e-4)
+
+
+def test_teacher_in_blocks_equals_whole(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, turn = conversation(60, 3)
+    whole = target.features([tokens], SPEC, [turn])[0]
+    monkeypatch.setattr("kvshot_ds.target._LOGITS_AT_ONCE", 5 * 211)
+    blocks = target.features([tokens], SPEC, [turn])[0]
+    assert torch.equal(whole["teacher.argmax"], blocks["teacher.argmax"])
+    torch.testing.assert_close(whole["teacher.lse"], blocks["teacher.lse"])
+
+
+def test_no_supervised_token_gives_empty_teacher(target: Target) -> None:
+    sample = target.features([[3, 4, 5]], SPEC, [[0, 0, 0]])[0]
+    assert sample["teacher.hidden"].shape == (0, 48) and sample["teacher.argmax"].dtype == torch.int32 and sample["teacher.lse"].shape == (0,)
+
+
+def test_forward_ends_after_last_needed_layer(target: Target) -> None:
+    tokens, turn = conversation(20, 4)
+    whole = target.features([tokens], SPEC, [turn])[0]
+    with target.watch(range(LAYERS)) as ran:
+        sample = target.features([tokens], FeatureSpec((0,), (1,), "none", "bf16"), [turn])[0]
+    assert sorted(ran) == [0, 1]
+    assert torch.equal(sample["hidden.0"], whole["hidden.0"].bfloat16()) and torch.equal(sample["key.1"], whole["key.1"].bfloat16())
+    assert tuple(sample) == ("tokens", "turn", "hidden.0", "key.1", "value.1")
+    assert tuple(target.features([tokens], FeatureSpec((), (), "none", "fp32"), [turn])[0]) == ("tokens", "turn")
+
+
+def test_watch_and_cache_while_decoding(target: Target) -> None:
+    tokens, turn = conversation(24, 5)
+    whole = target.features([tokens], SPEC, [turn])[0]
+    cache = target.new_cache()
+    with target.watch(SPEC.hidden_layers) as hidden:
+        target.forward(torch.tensor([tokens[:20]]), cache)
+        logits = target.forward(torch.tensor([tokens[20:]]), cache)
+        assert hidden[3].shape == (1, 4, 48)
+    torch.testing.assert_close(hidden[3][0], whole["hidden.3"][20:], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(cache.layers[4].keys[0].transpose(0, 1), whole["key.4"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits, target.forward(torch.tensor([tokens]))[:, 20:], rtol=1e-4, atol=1e-4)
+    before = dict(hidden)
+    target.forward(torch.tensor([tokens]))
+    assert hidden == before, "a closed watch still records"
+
+
+def test_target_is_frozen(target: Target) -> None:
+    assert not target.model.training and not any(p.requires_grad for p in target.model.parameters())
+    assert target.name == target.folder.name and target.dtype == torch.float32
+    assert (target.geometry.num_layers, target.geometry.hidden_size, target.geometry.vocab_size) == (LAYERS, 48, 211)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_parts_equal_the_model(target: Target, sharded: bool, tmp_path: Path) -> None:
+    folder = target.folder
+    if sharded:
+        folder = tmp_path / "sharded"
+        target.model.save_pretrained(folder, max_shard_size="60KB")
+        assert len(list(folder.glob("*.safetensors"))) > 2
+    parts = load_parts(folder)
+    assert torch.equal(parts.embedding, target.model.get_input_embeddings().weight)
+    assert torch.equal(parts.head, target.model.get_output_embeddings().weight)
+    assert torch.equal(parts.norm_weight, target.model.model.norm.weight)
+    assert (parts.head is parts.embedding) == (target.geometry.family == "llama")
+    expected = target.layers[2].state_dict()
+    assert parts.layer(2).keys() == expected.keys() and all(torch.equal(parts.layer(2)[name], expected[name]) for name in expected)
+    assert load_layer(folder, 2, dtype=torch.bfloat16)["self_attn.q_proj.weight"].dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match="no layer 5"):
+        load_layer(folder, LAYERS)
+
+
+def copied(folder: Path, to: Path) -> Path:
+    shutil.copytree(folder, to)
+    return to
+
+
+def test_weights_digest_follows_the_bytes(folders: dict[str, Path], tmp_path: Path) -> None:
+    twin = copied(folders["Qwen3"], tmp_path / "twin")
+    assert weights_digest(twin) == weights_digest(folders["Qwen3"]) != weights_digest(folders["Qwen2"])
+    with open(twin / "model.safetensors", "r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))
+    changed = weights_digest(twin)
+    assert changed != weights_digest(folders["Qwen3"])
+    (twin / "config.json").write_text((twin / "config.json").read_text() + "\n")
+    assert weights_digest(twin) != changed
+
+
+def test_tokenizer_digest_follows_the_template(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    bare = tokenizer_digest(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("x")
+    assert tokenizer_digest(tmp_path) != bare
+
+
+def refused(path: Path, match: str, **options: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        Target.load(TargetConfig(path=path, dtype="fp32", **{"device": "cpu", **options}))  # type: ignore[arg-type]
+
+
+def test_bad_folders_are_refused_by_name(folders: dict[str, Path], tmp_path: Path) -> None:
+    refused(tmp_path / "nowhere", "no such folder")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "no config.json")
+    other = tmp_path / "gpt2"
+    transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=20).save_pretrained(other)
+    refused(other, "architecture 'gpt2' is not supported")
+    strange = copied(folders["Qwen3"], tmp_path / "strange")
+    (strange / "config.json").write_text(json.dumps({"model_type": "not_a_model"}))
+    refused(strange, "does not describe a model")
+    bare = copied(folders["Qwen3"], tmp_path / "bare")
+    (bare / "model.safetensors").rename(bare / "pytorch_model.bin")
+    refused(bare, "neither model.safetensors")
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        load_tokenizer(folders["Qwen3"])
+    assert load_geometry(folders["Qwen3"]).qk_norm
+
+
+def test_bad_weights_are_refused_by_name(folders: dict[str, Path], tmp_path: Path) -> None:
+    cut = copied(folders["Qwen3"], tmp_path / "cut")
+    (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:-100])
+    refused(cut, "not readable as safetensors")
+    partial = copied(folders["Qwen3"], tmp_path / "partial")
+    tensors = load_file(partial / "model.safetensors")
+    del tensors["model.layers.3.mlp.up_proj.weight"]
+    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    refused(partial, r"lack.*model\.layers\.3\.mlp\.up_proj\.weight")
+    sharded = copied(folders["Qwen3"], tmp_path / "sharded")
+    (sharded / "model.safetensors").unlink()
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    refused(sharded, "names model-1.safetensors, which is not there")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
+def test_cuda_without_a_device_is_refused(folders: dict[str, Path]) -> None:
+    refused(folders["Qwen3"], "no CUDA device", device="cuda")

@@ -1,0 +1,149 @@
+"""Training with the real engine: it learns, resumes to the same weights, sums over ranks, and refuses what does not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kvshot_ds.config import Recipe, dump_recipe
+from kvshot_ds.errors import ConfigError, KvshotError
+from kvshot_ds.files import read_json
+from kvshot_ds.training.launch import run
+from tests.training.conftest import DRAFTERS
+
+
+def weights(recipe: Recipe) -> dict[str, torch.Tensor]:
+    return load_file(recipe.run_dir / "drafter" / "model.safetensors")
+
+
+def launch(recipe: Recipe, folder: Path, ranks: int = 2) -> subprocess.Popen[str]:
+    """The deepspeed launcher, as the README has it, in a process group of its own."""
+    file = folder / f"{recipe.name}.yaml"
+    file.write_text(dump_recipe(recipe))
+    command = [
+        str(Path(sys.executable).with_name("deepspeed")),
+        "--num_accelerators",
+        str(ranks),
+        "--master_port",
+        str(_free_port()),
+        "--module",
+        "kvshot_ds.cli",
+    ]
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), env.get("PYTHONPATH", "")])
+    return subprocess.Popen([*command, "train", str(file)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True)
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def board(folder: Path) -> dict[str, list[float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return {tag: [e.value for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+@pytest.mark.parametrize("family", DRAFTERS)
+def test_it_learns_and_leaves_everything_it_promises(recipe, family):
+    r = recipe(drafter=family, epochs=3, optim={"lr": 5e-3})
+    summary = run(r)
+    logged = board(r.run_dir)
+    assert logged["train/loss"][-1] < 0.9 * logged["train/loss"][0]
+    assert {f"train/accept_top1/{k}" for k in range(3)} | {"train/mat", "train/mat_joint", "train/lr", "train/grad_norm", "train/tokens_per_s"} <= set(logged)
+    assert ("gate/mean" in logged) == (family == "hybrid")
+    assert summary == read_json(r.run_dir / "train.json")
+    assert summary["steps"] == 33 and summary["resumed_from"] == []
+    assert {"recipe.yaml", "provenance.json", "drafter"} <= {p.name for p in r.run_dir.iterdir()}
+    before = (r.run_dir / "drafter" / "model.safetensors").stat().st_mtime_ns
+    assert run(r) == summary  # a second call trains nothing
+    assert (r.run_dir / "drafter" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_micro_batches_do_not_change_the_weights(recipe):
+    """Token-exact normalisation: 4 forwards of 1 conversation = 1 forward of 4, the last step of the epoch (2 of 4) included."""
+    one, four = recipe("one", "hybrid", conversations_per_micro_batch=1), recipe("four", "hybrid", conversations_per_micro_batch=4)
+    a, b = run(one), run(four)
+    assert a["supervised_rows"] == b["supervised_rows"]
+    for key, value in weights(one).items():
+        torch.testing.assert_close(weights(four)[key], value, rtol=1e-4, atol=2e-5, msg=lambda m, key=key: f"{key}: {m}")
+
+
+def test_two_ranks_equal_one_and_a_killed_run_ends_in_the_same_weights(recipe, tmp_path):
+    alone = recipe("alone", "hybrid")
+    run(alone)
+    pair, killed = recipe("pair", "hybrid"), recipe("killed", "hybrid", epochs=1)
+    first = launch(killed, tmp_path)
+    current = killed.run_dir / "checkpoints" / "current.json"
+    deadline = time.monotonic() + 120
+    while not current.is_file():
+        assert time.monotonic() < deadline and first.poll() is None, first.communicate()[0]
+        time.sleep(0.002)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    assert not (killed.run_dir / "train.json").exists(), "the run was over before it could be killed"
+
+    for r in (pair, killed):
+        process = launch(r, tmp_path)
+        output = process.communicate(timeout=240)[0]
+        assert process.returncode == 0, output
+    assert read_json(killed.run_dir / "train.json")["resumed_from"] != []
+    assert "continuing after step" in output
+    for key, value in weights(pair).items():
+        assert torch.equal(weights(killed)[key], value), key
+        torch.testing.assert_close(weights(alone)[key], value, rtol=1e-4, atol=2e-5, msg=lambda m, key=key: f"{key}: {m}")
+    totals = [{k: read_json(r.run_dir / "train.json")[k] for k in ("tokens", "supervised_rows", "steps")} for r in (alone, pair, killed)]
+    assert totals[0] == totals[1] == totals[2]
+
+
+def test_what_does_not_fit_is_refused_by_name(recipe, tmp_path):
+    with pytest.raises(ConfigError, match=r"hidden\.3.*capture"):
+        run(recipe(drafter={"family": "hidden_only", "hidden_layers": (3,)}))
+    with pytest.raises(ConfigError, match="larger than the target's vocabulary"):
+        run(recipe(draft_vocab_size=10_000))
+    with pytest.raises(ConfigError, match="fp16"):
+        (tmp_path / "fp16.json").write_text('{"fp16": {"enabled": true}}')
+        run(recipe(ds_config=str(tmp_path / "fp16.json")))
+
+
+def test_a_run_folder_of_another_configuration_is_not_touched(recipe):
+    run(recipe(max_steps=1))
+    with pytest.raises(ConfigError, match="another configuration"):
+        run(recipe(max_steps=2))
+
+
+def test_features_of_another_target_are_refused(recipe, tmp_path):
+    from data_prep.targets import fetch
+
+    other = fetch("tiny", tmp_path / "other")
+    config = read_json(other / "config.json")
+    (other / "config.json").write_text(json.dumps({**config, "rope_parameters": {**config["rope_parameters"], "rope_theta": 77.0}}))
+    r = recipe()
+    with pytest.raises(ConfigError, match="target"):
+        run(r.model_copy(update={"target": r.target.model_copy(update={"path": other})}))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(recipe):
+    with pytest.raises(KvshotError, match=r"not finite at step \d+ .*conversations of this step: train"):
+        run(recipe(optim={"lr": 1e30, "clip": 1e30}, log_every=1))
+
+
+def test_bf16_trains(recipe):
+    r = recipe(ds_config="zero2_bf16", max_steps=3)
+    run(r)
+    assert weights(r)["fc.weight"].dtype == torch.bfloat16
