@@ -1,0 +1,1 @@
+"""Everything measured, on one page."""

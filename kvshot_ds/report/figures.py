@@ -1,0 +1,147 @@
+"""Charts as inline SVG that follows the page's theme: drawn in sentinel colours, which become CSS variables.
+
+The page's style sheet defines --ink, --muted, --grid and --c0 .. --c5 (Okabe-Ito) for light and dark. Series differ by
+colour, marker and dash, so that none of the three alone has to carry the distinction. Text stays text.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+# matplotlib dash, marker; combined with six colours a series repeats only after 24
+_DASHES: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (1.5, 1.5)), (0, (6, 1.5, 1.5, 1.5)))
+_MARKERS = ("o", "s", "^", "D", "v", "P")
+_COLOURS = 6
+_SWATCHES = (
+    '<circle cx="16" cy="6" r="3.4"/>',
+    '<path d="M12.8 2.8h6.4v6.4h-6.4z"/>',
+    '<path d="M16 2l4 7.4h-8z"/>',
+    '<path d="M16 1.8l4.2 4.2-4.2 4.2-4.2-4.2z"/>',
+    '<path d="M16 10l4-7.4h-8z"/>',
+    '<path d="M14.7 2.2h2.6v2.5h2.5v2.6h-2.5v2.5h-2.6v-2.5h-2.5v-2.6h2.5z"/>',
+)
+_SWATCH_DASHES = ("", "5 2", "1.5 1.5", "6 1.5 1.5 1.5")
+_SENTINELS = {"#010203": "--ink", "#010204": "--muted", "#010205": "--grid", **{f"#5e000{i}": f"--c{i}" for i in range(_COLOURS)}}
+_INK, _MUTED, _GRID = list(_SENTINELS)[:3]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line: y over x, None where undefined; low, high: band. style: index of colour, marker and dash; plain: without markers."""
+
+    label: str
+    style: int
+    x: tuple[float, ...]
+    y: tuple[float | None, ...]
+    low: tuple[float | None, ...] = ()
+    high: tuple[float | None, ...] = ()
+    dashed: bool = False
+    plain: bool = False
+
+    @property
+    def dash(self) -> int:
+        return 1 if self.dashed else (self.style // _COLOURS) % len(_DASHES)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines over one pair of axes. reference: value of a dotted horizontal line. integer_x: tick at every x (draft steps)."""
+
+    x_label: str
+    y_label: str
+    series: tuple[Series, ...]
+    description: str
+    reference: float | None = None
+    integer_x: bool = False
+
+
+def lines(chart: Chart, ident: str, width: int, height: int) -> str:
+    """`chart` as an SVG element of `width` x `height` CSS pixels. `ident` prefixes the ids inside: unique on a page."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": ident, "font.size": 11, "axes.linewidth": 0.8}):
+        figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
+        axes = figure.subplots()
+        for series in chart.series:
+            _draw(axes, series)
+        if chart.reference is not None:
+            axes.axhline(chart.reference, color=_MUTED, linestyle=(0, (1, 2)), linewidth=1.4)
+        axes.set_xlabel(chart.x_label, color=_INK, parse_math=False)
+        axes.set_ylabel(chart.y_label, color=_INK, parse_math=False)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(_MUTED)
+        axes.tick_params(colors=_MUTED, labelcolor=_INK, length=3)
+        axes.grid(axis="y", color=_GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        if chart.integer_x:
+            axes.set_xticks(sorted({x for s in chart.series for x in s.x}))
+        out = io.StringIO()
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return _inline(out.getvalue(), ident, chart.description)
+
+
+def _draw(axes: Any, series: Series) -> None:
+    """One line with its band; an undefined point leaves a gap."""
+    nan = float("nan")
+    paint = f"#5e000{series.style % _COLOURS}"
+    marker = "" if series.plain and len(series.x) > 2 else _MARKERS[series.style % len(_MARKERS)]
+    values = [nan if v is None else v for v in series.y]
+    axes.plot(series.x, values, color=paint, marker=marker, markersize=5, linewidth=1.8, linestyle=_DASHES[series.dash])
+    if any(v is not None for v in series.low):
+        low, high = ([nan if v is None else v for v in edge] for edge in (series.low, series.high))
+        axes.fill_between(series.x, low, high, color=paint, alpha=0.16, linewidth=0)
+
+
+def _inline(svg: str, ident: str, description: str) -> str:
+    """The drawing without prologue, namespaces, own styles and fonts; ids prefixed; sentinels replaced by CSS variables."""
+    body = svg[svg.index("<svg") :]
+    view = re.search(r'viewBox="([^"]+)"', body)
+    assert view, "matplotlib always writes a viewBox"
+    body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", body[body.index(">") + 1 :], flags=re.DOTALL)
+    body = re.sub(r"\s*font-family: [^;\"]+;", "", body)
+    used = set(re.findall(r'(?:href="|url\()#([^")]+)', body))
+    body = re.sub(r' id="([^"]+)"', lambda m: f' id="{ident}-{m[1]}"' if m[1] in used else "", body)
+    body = body.replace("url(#", f"url(#{ident}-").replace('xlink:href="#', f'href="#{ident}-')
+    for sentinel, variable in _SENTINELS.items():
+        body = body.replace(sentinel, f"var({variable})")
+    label, body = escape(description), re.sub(r"\n\s*", " ", body).strip()
+    return f'<svg role="img" aria-label="{label}" viewBox="{view[1]}"><title>{label}</title>{body}'
+
+
+def colour(style: int) -> str:
+    """CSS colour of a series."""
+    return f"var(--c{style % _COLOURS})"
+
+
+def swatch(style: int | None, dashed: bool = False, plain: bool = False, dotted: bool = False) -> str:
+    """The legend's sample of a series: a short line with its marker. style None: in the colour of the text, without marker."""
+    dash = "1.5 3" if dotted else _SWATCH_DASHES[1 if dashed else ((style or 0) // _COLOURS) % len(_SWATCH_DASHES)]
+    marker = "" if plain or style is None else _SWATCHES[style % len(_SWATCHES)]
+    paint = "var(--muted)" if style is None else colour(style)
+    return (
+        f'<svg class="swatch" viewBox="0 0 32 12" aria-hidden="true" style="fill: {paint}; stroke: {paint}">'
+        f'<path d="M0 6H32" style="fill: none; stroke-width: 2; stroke-dasharray: {dash or "none"}"/><g style="stroke: none">{marker}</g></svg>'
+    )
+
+
+def bars(counts: Sequence[int], style: int, description: str) -> str:
+    """A histogram small enough for a table cell, drawn by hand; the first bar is count 0."""
+    top, label = max([*counts, 1]), escape(description)
+    rects = "".join(
+        f'<rect x="{12 * i + 1}" y="{30 - 28 * c / top:.2f}" width="10" height="{28 * c / top:.2f}"/><text x="{12 * i + 6}" y="39">{i}</text>'
+        for i, c in enumerate(counts)
+    )
+    width = 12 * len(counts)
+    return (
+        f'<svg class="bars" role="img" aria-label="{label}" viewBox="0 0 {width} 40" style="width: {1.6 * width}px; fill: {colour(style)}">'
+        f'<title>{label}</title>{rects}<path d="M0 30H{width}" style="stroke: var(--muted); stroke-width: .6"/></svg>'
+    )

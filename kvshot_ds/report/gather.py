@@ -1,0 +1,284 @@
+"""Reads a work folder: whatever commands have left there, typed; what is not there is None and stays unsaid or is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvshot_ds.config import Recipe, load_recipe
+from kvshot_ds.errors import KvshotError
+from kvshot_ds.files import read_json
+from kvshot_ds.metrics import Interval, StepCounts
+
+FAMILY_NAMES = {"hidden_only": "hidden-only", "kv_only": "KV-only", "hybrid": "hybrid"}
+_ORDER = list(FAMILY_NAMES)
+# Points a training curve keeps; longer logs are averaged down to it
+_CURVE_POINTS = 300
+UNKNOWN = "not recorded"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One measured share at draft step k: num of den rows, and its interval."""
+
+    k: int
+    num: float
+    den: float
+    interval: Interval
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """What was trained. init_layers, init_head: what its weights started from."""
+
+    family: str
+    depth: int
+    injection: str | None
+    init_layers: str
+    init_head: str
+    parameters: int | None = None
+
+    @property
+    def family_name(self) -> str:
+        return FAMILY_NAMES.get(self.family, self.family)
+
+    @property
+    def label(self) -> str:
+        return " · ".join([self.family_name, f"depth {self.depth}", *([self.injection] if self.injection else [])])
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """eval.json. bigram: the bigram table's top-1 share on the same rows; against: differences, by (baseline, metric)."""
+
+    drafter: Drafter
+    target: str
+    target_digest: str
+    conversations: int
+    confidence: float
+    alpha: tuple[Rate, ...]
+    accept_prob: tuple[Rate, ...]
+    joint: tuple[Rate, ...]
+    mat: Interval
+    mat_joint: Interval
+    retention: Interval
+    bigram: Interval | None
+    bigram_tokens: int | None
+    against: dict[tuple[str, str], Interval]
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """eval_conversations.json: counts [C, K] in the order of `keys`."""
+
+    keys: tuple[str, ...]
+    counts: StepCounts
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """decode.json. tau: tokens committed per target forward; histogram: rounds by accepted tokens; accept_joint by step; skipped: prompts left out."""
+
+    prompts: int
+    max_new_tokens: int
+    draft_length: int
+    dtype: str
+    identical: int
+    different: int
+    cases: tuple[Any, ...]
+    tau: Interval
+    histogram: tuple[int, ...]
+    accept_joint: tuple[float | None, ...]
+    tokens: int
+    target_forwards: int
+    seconds: dict[str, float]
+    tokens_per_second: dict[str, float | None]
+    device: str
+    skipped: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One trained drafter's folder. scalars: TensorBoard tag -> ((step, value), ...) in ascending steps."""
+
+    name: str
+    folder: Path
+    recipe: Recipe | None
+    train: dict[str, Any] | None
+    evaluation: Evaluation | None
+    conversations: Conversations | None
+    decoding: Decoding | None
+    scalars: dict[str, tuple[tuple[float, float], ...]]
+    provenance: dict[str, Any] | None
+
+    @property
+    def drafter(self) -> Drafter | None:
+        if self.evaluation:
+            return self.evaluation.drafter
+        return drafter_of(self.recipe) if self.recipe else None
+
+    @property
+    def seed(self) -> int | None:
+        return self.recipe.train.seed if self.recipe else None
+
+
+@dataclass(frozen=True)
+class Work:
+    """Everything found. `provenance` by stage (prep, capture)."""
+
+    folder: Path
+    prepared: dict[str, Any] | None
+    manifest: dict[str, Any] | None
+    timings: dict[str, float] | None
+    runs: tuple[Run, ...]
+    provenance: dict[str, dict[str, Any]]
+
+
+def gather(recipe: Recipe) -> Work:
+    """What lies in the recipe's folders. Raises KvshotError on a file that cannot be read, naming the command that rewrites it."""
+    folders = recipe.report.runs or tuple(sorted(p for p in (recipe.work / "runs").glob("*") if p.is_dir() and not p.name.startswith(".")))
+    missing = [str(p) for p in folders if not p.is_dir()]
+    if missing:
+        raise KvshotError(f"report.runs: no such run folder: {', '.join(missing)}; give run folders that `kvshot train` has made, or leave report.runs empty")
+    runs = sorted((read_run(p) for p in folders), key=_rank)
+    stages = {"prep": recipe.prepared_dir, "capture": recipe.shards_dir}
+    return Work(
+        folder=recipe.work,
+        prepared=_read(recipe.prepared_dir / "summary.json", "kvshot prep", dict),
+        manifest=_read(recipe.shards_dir / "manifest.json", "kvshot capture", dict),
+        timings=_read(recipe.work / "timings.json", "the commands", _timings),
+        runs=tuple(runs),
+        provenance={stage: found for stage, folder in stages.items() if (found := _read(folder / "provenance.json", f"kvshot {stage}", dict)) is not None},
+    )
+
+
+def read_run(folder: Path) -> Run:
+    """One run folder, complete or not."""
+    resolved = folder / "recipe.yaml"
+    return Run(
+        name=folder.resolve().name,
+        folder=folder,
+        recipe=load_recipe(resolved) if resolved.is_file() else None,
+        train=_read(folder / "train.json", "kvshot train", dict),
+        evaluation=_read(folder / "eval.json", "kvshot eval", _evaluation),
+        conversations=_read(folder / "eval_conversations.json", "kvshot eval", _conversations),
+        decoding=_read(folder / "decode.json", "kvshot decode", _decoding),
+        scalars=_scalars(folder / "tensorboard"),
+        provenance=_read(folder / "provenance.json", "kvshot train", dict),
+    )
+
+
+def evaluated(runs: tuple[Run, ...]) -> list[tuple[int, Run, Evaluation]]:
+    """The runs with held-out acceptance, each with its index, which is its colour everywhere on the page."""
+    return [(i, run, run.evaluation) for i, run in enumerate(runs) if run.evaluation and run.evaluation.alpha]
+
+
+def drafter_of(recipe: Recipe) -> Drafter:
+    """The drafter that a run's resolved recipe trains, before anything is measured of it."""
+    drafter, init = recipe.train.drafter, recipe.train.init
+    injection = None if drafter.family == "hidden_only" else drafter.kv.injection
+    return Drafter(drafter.family, drafter.depth, injection, init.layers, init.head)
+
+
+def _rank(run: Run) -> tuple[bool, int, bool, int, str]:
+    """Families in the order the page explains them; controls after what they control."""
+    d = run.drafter
+    return (d is None, _ORDER.index(d.family) if d and d.family in _ORDER else len(_ORDER), bool(d and d.injection == "none"), d.depth if d else 0, run.name)
+
+
+def _read(path: Path, command: str, parse: Callable[[Any], T]) -> T | None:
+    """`path` as `parse` understands it; None if there is no such file. Raises KvshotError if it is not what was expected."""
+    if not path.is_file():
+        return None
+    try:
+        return parse(read_json(path))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        found = f"{type(error).__name__}: {error}"
+        raise KvshotError(f"{path}: not what this version writes ({found}); delete it and run `{command}` again, or leave its run out by report.runs") from None
+
+
+def _interval(value: Mapping[str, Any]) -> Interval:
+    return Interval(value["value"], value["low"], value["high"])
+
+
+def _rates(values: list[Mapping[str, Any]]) -> tuple[Rate, ...]:
+    return tuple(Rate(v["k"], v["num"], v["den"], _interval(v)) for v in values)
+
+
+def _evaluation(data: Mapping[str, Any]) -> Evaluation:
+    drafter, bigram = data["drafter"], data.get("baselines", {}).get("bigram")
+    if not len(data["alpha"]) == len(data["joint"]) == len(data["accept_prob"]) > 0:
+        raise ValueError("alpha, joint and accept_prob must have one entry per draft step")
+    init = drafter["init"] or {"layers": UNKNOWN, "head": UNKNOWN}  # a drafter folder that was not trained here records none
+    return Evaluation(
+        drafter=Drafter(drafter["family"], drafter["depth"], drafter["injection"], init["layers"], init["head"], drafter["parameters"]),
+        target=data["target"]["name"],
+        target_digest=data["target"]["digest"],
+        conversations=data["data"]["conversations"],
+        confidence=data["confidence"],
+        alpha=_rates(data["alpha"]),
+        accept_prob=_rates(data["accept_prob"]),
+        joint=_rates(data["joint"]),
+        mat=_interval(data["mat"]),
+        mat_joint=_interval(data["mat_joint"]),
+        retention=_interval(data["retention"]),
+        bigram=_interval(bigram) if bigram else None,
+        bigram_tokens=bigram.get("tokens_counted") if bigram else None,
+        against={(a["name"], a["metric"]): Interval(a["difference"], a["low"], a["high"]) for a in data.get("against", [])},
+        seconds=data.get("seconds"),
+    )
+
+
+def _conversations(data: Mapping[str, Any]) -> Conversations:
+    return Conversations(tuple(data["keys"]), StepCounts(data["den"], data["top1"], data["joint"], data["prob"]))
+
+
+def _decoding(data: Mapping[str, Any]) -> Decoding:
+    lossless = data["lossless"]
+    return Decoding(
+        prompts=data["prompts"],
+        max_new_tokens=data["max_new_tokens"],
+        draft_length=data["draft_length"],
+        dtype=data["dtype"],
+        identical=lossless["identical"],
+        different=lossless["different"],
+        cases=tuple(lossless.get("cases", [])),
+        tau=_interval(data["tau"]),
+        histogram=tuple(data["histogram"]),
+        accept_joint=tuple(data["accept_joint"]),
+        tokens=data["tokens"],
+        target_forwards=data["target_forwards"],
+        seconds=dict(data["seconds"]),
+        tokens_per_second=dict(data["tokens_per_second"]),
+        device=data.get("device", ""),
+        skipped=len(data.get("skipped", [])),
+    )
+
+
+def _timings(data: Any) -> dict[str, float]:
+    """Wall seconds by stage, from {stage: seconds} or [{"stage", "seconds"}]."""
+    pairs = data.items() if isinstance(data, dict) else ((entry["stage"], entry["seconds"]) for entry in data)
+    return {str(stage): float(seconds) for stage, seconds in pairs}
+
+
+def _scalars(folder: Path) -> dict[str, tuple[tuple[float, float], ...]]:
+    """All scalars of the event files in `folder`. After a resume the later value of a step counts; long logs are averaged down."""
+    if not folder.is_dir():
+        return {}
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: _thin(sorted({e.step: (e.step, e.value) for e in events.Scalars(tag)}.values())) for tag in events.Tags()["scalars"]}
+
+
+def _thin(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    size = -(-len(points) // _CURVE_POINTS)
+    if size <= 1:
+        return tuple(points)
+    groups = [points[i : i + size] for i in range(0, len(points), size)]
+    return tuple((sum(s for s, _ in g) / len(g), sum(v for _, v in g) / len(g)) for g in groups)

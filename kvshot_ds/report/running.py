@@ -1,0 +1,114 @@
+"""What was run: real decoding with each drafter, and the training behind it."""
+
+from __future__ import annotations
+
+from kvshot_ds.report import blocks as b
+from kvshot_ds.report.blocks import Block, Cell, Code, Details, Figure, LegendItem, Panel, Row, Table, Text
+from kvshot_ds.report.figures import Chart, Series
+from kvshot_ds.report.gather import Decoding, Run
+
+_CURVES = (("train/loss", "loss", "training loss"), ("train/accept_top1/0", "α₀", "α₀ on training rows"), ("gate/mean", "mean gate", "mean gate (hybrids)"))
+# rows of the table behind the training curves, per run
+_CURVE_ROWS = 12
+
+
+def decoding_blocks(runs: tuple[Run, ...]) -> list[Block]:
+    """Real speculative decoding: lossless or not, tau, speed, accepted tokens; runs without it are named."""
+    decoded = [(i, run, run.decoding) for i, run in enumerate(runs) if run.decoding]
+    gaps: list[Block] = [b.missing(f"decoding with {run.name}", "decode", run.folder) for run in runs if not run.decoding]
+    if not decoded:
+        return gaps or [b.missing("decoding", "decode")]
+    how = Text(
+        "Greedy chain decoding on held-out prompts: the drafter proposes, the target checks in one forward. Each output is compared token for token with "
+        "the target's own generate. Speed is this implementation's on the machine that ran it; a small target on a CPU leaves little to gain."
+    )
+    cases = [Details(f"{run.name}: the outputs that differ", (Code("\n".join(map(str, d.cases))),)) for _, run, d in decoded if d.different]
+    return [how, *gaps, _decoding_table(decoded), *cases, _joint_figure(decoded)]
+
+
+def _decoding_table(decoded: list[tuple[int, Run, Decoding]]) -> Table:
+    rows = []
+    for i, run, d in decoded:
+        drafted, generate = d.tokens_per_second.get("drafted"), d.tokens_per_second.get("generate")
+        ratio = drafted / generate if drafted is not None and generate else None
+        total, draft = d.seconds.get("drafted"), d.seconds.get("draft")
+        share = draft / total if draft is not None and total else None
+        prompts = f"{d.prompts} prompts" + (f" ({d.skipped} skipped)" if d.skipped else "")
+        setting = (prompts, f"{d.max_new_tokens} new tokens", f"{d.draft_length} drafted", d.dtype, d.device)
+        cells = (
+            Cell(run.name, ", ".join(part for part in setting if part)),
+            Cell(f"{d.identical} identical", f"{d.different} different", d.identical),
+            Cell(", ".join(map(str, d.histogram)), bars=d.histogram, style=i),
+            b.measured(d.tau, 2),
+            b.counted(d.tokens, f"in {b.integer(d.target_forwards)} forwards"),
+            b.shown(drafted, 1),
+            b.shown(generate, 1),
+            Cell("–" if ratio is None else f"{ratio:.2f}×", value=ratio),
+            Cell(b.percent(share), value=share),
+        )
+        rows.append(Row(cells, "alarm" if d.different else "", i))
+    head = ("drafter", "lossless", "rounds by accepted tokens", "τ", "tokens", "tokens/s drafted", "tokens/s generate", "speed ratio", "time in drafter")
+    return Table("Real decoding", head, tuple(rows), words=3)
+
+
+def _joint_figure(decoded: list[tuple[int, Run, Decoding]]) -> Figure:
+    """Joint acceptance by step of each run: decoding, and held-out where measured."""
+    panels, rows = [], []
+    steps = max(len(d.accept_joint) for _, _, d in decoded)
+    for i, run, d in decoded:
+        held = tuple(r.interval.value for r in run.evaluation.joint[: len(d.accept_joint)]) if run.evaluation else ()
+        named = (("real decoding", d.accept_joint, False), ("held-out rows", held, True))
+        series = tuple(Series(name, i, tuple(range(len(values))), values, dashed=dashed) for name, values, dashed in named if values)
+        text = f"Joint acceptance of {run.name} by draft step: {' and '.join(s.label for s in series)}."
+        panels.append(Panel(run.name, Chart("draft step k", "joint acceptance", series, text, integer_x=True)))
+        rows += [Row((Cell(run.name), Cell(s.label), *b.padded([b.shown(v) for v in s.y], steps)), style=i) for s in series]
+    legend = (LegendItem("real decoding: share of rounds"), LegendItem("held-out, teacher-forced: share of rows", dashed=True))
+    data = Table("Joint acceptance by draft step", ("drafter", "measured in", *(f"≤ {k}" for k in range(steps))), tuple(rows), words=2)
+    caption = (
+        "Right at all steps up to k: real decoding beside the held-out joint acceptance. A round starts where the last one stopped, "
+        "so the two need not agree exactly."
+    )
+    return Figure("joint", caption, tuple(panels), legend, data)
+
+
+def training_blocks(runs: tuple[Run, ...]) -> list[Block]:
+    """What each training run did, and its curves."""
+    if not runs:
+        return [b.missing("training", "train")]
+    blocks: list[Block] = [b.missing(f"the rest of training {run.name}, which is not finished", "train", run.folder) for run in runs if not run.train]
+    if any(run.train for run in runs):
+        blocks.append(_training_table(runs))
+    panels = []
+    for tag, label, title in _CURVES:
+        found = [(i, run.name, run.scalars[tag]) for i, run in enumerate(runs) if run.scalars.get(tag)]
+        series = tuple(Series(name, i, tuple(s for s, _ in points), tuple(None if v != v else v for _, v in points), plain=True) for i, name, points in found)
+        if series:
+            panels.append(Panel(title, Chart("optimizer step", label, series, f"{title} over optimizer steps, for {len(series)} runs.")))
+    if not panels:
+        return [*blocks, b.missing("training curves: no TensorBoard events were found", "train")]
+    legend = tuple(LegendItem(run.name, i, plain=True) for i, run in enumerate(runs) if run.scalars)
+    return [*blocks, Figure("curves", "Training curves, from the TensorBoard logs.", tuple(panels), legend, _curve_table(runs))]
+
+
+def _training_table(runs: tuple[Run, ...]) -> Table:
+    rows = []
+    for i, run in enumerate(runs):
+        if (t := run.train) is None:
+            continue
+        counts = [b.counted(t.get(key)) for key in ("steps", "tokens", "supervised_rows", "draft_vocab_size")]
+        coverage, resumed = t.get("draft_vocab_coverage"), ", ".join(map(str, t.get("resumed_from") or []))
+        rest = (Cell(b.percent(coverage), value=coverage), b.counted(t.get("world_size")), Cell(b.duration(t.get("seconds")), value=t.get("seconds")))
+        rows.append(Row((Cell(run.name), b.counted((t.get("parameters") or {}).get("trainable")), *counts, *rest, Cell(resumed or "no")), style=i))
+    head = ("drafter", "trained parameters", "steps", "tokens", "supervised rows", "draft vocabulary", "it covers", "ranks", "time", "resumed from step")
+    return Table("Training runs", head, tuple(rows))
+
+
+def _curve_table(runs: tuple[Run, ...]) -> Table:
+    """A few points of each curve, evenly spaced, the last included."""
+    rows = []
+    for i, run in enumerate(runs):
+        columns = [dict(run.scalars.get(tag, ())) for tag, _, _ in _CURVES]
+        steps = sorted({s for column in columns for s in column})
+        chosen = steps[:: -max(1, -(-len(steps) // _CURVE_ROWS))][::-1]
+        rows += [Row((Cell(run.name), b.counted(s), *(b.shown(column.get(s)) for column in columns)), style=i) for s in chosen]
+    return Table("Evenly spaced points of each curve", ("drafter", "step", *(label for _, label, _ in _CURVES)), tuple(rows))

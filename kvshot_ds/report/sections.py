@@ -1,0 +1,186 @@
+"""The page's sections, made of plain blocks from what was gathered. Nothing here knows HTML; nothing here is invented."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvshot_ds.config import Recipe
+from kvshot_ds.report import blocks as b
+from kvshot_ds.report.acceptance import INIT_HEAD, acceptance_blocks, comparison_blocks
+from kvshot_ds.report.blocks import Block, Bullets, Cell, Code, Details, Facts, Row, Section, Table, Text
+from kvshot_ds.report.compare import BIGRAM, Comparison, against_bigram, against_control
+from kvshot_ds.report.gather import UNKNOWN, Drafter, Run, Work, evaluated
+from kvshot_ds.report.paper import paper_section
+from kvshot_ds.report.running import decoding_blocks, training_blocks
+
+# below this many training conversations the page says that the run is small (the paper: about 70,000)
+SMALL_RUN = 10_000
+ONE_SEED = "One seed: intervals are over held-out conversations only, not over training seeds."
+_SEEDS = "Intervals are over held-out conversations only, not over training seeds; runs that differ in their seed stand side by side."
+_INIT_LAYERS = {"random": "at random, N(0, 0.02)", "target": "from the target's last layer"}
+_DEFINITIONS = (
+    ("αₖ", "step-wise acceptance: share of the held-out rows supervised at draft step k whose draft arg-max is the target's; teacher-forced"),
+    ("jointₖ", "share of those rows that are right at all steps up to k"),
+    ("under sampling", "mean Σ min(p, q): the probability that a sampled draft token is accepted (arXiv 2211.17192)"),
+    ("MAT", "1 + Σₖ (α₀ · α₁ · … · αₖ): tokens per round if steps were independent (the paper's number, arXiv 2604.26412)"),
+    ("joint MAT", "1 + Σₖ jointₖ: the same without assuming independence; never to be compared with MAT"),
+    ("retention", "α at the last step over α₀"),
+    ("τ", "tokens committed per target forward in real decoding: accepted + 1"),
+    ("interval", "percentile bootstrap; whole conversations are drawn, ratios are of sums"),
+    ("bigram table", "proposes the token that most often followed the current one in the training answers; knows nothing of the target's state"),
+)
+
+
+def build_sections(work: Work, recipe: Recipe) -> list[Section]:
+    """All sections in reading order."""
+    target = next((e.target for _, _, e in evaluated(work.runs)), recipe.target.path.name)
+    commands = {run.name: f"kvshot eval {shlex.quote(str(run.folder / 'recipe.yaml'))}" for run in work.runs}
+    comparisons = [c for run in work.runs for c in (against_bigram(run, commands[run.name]), *against_control(run, work.runs, recipe.eval, commands))]
+    return [
+        Section("glance", "At a glance", _glance(work.runs, comparisons)),
+        Section("what", "What was measured", _what(work, recipe, target)),
+        Section("acceptance", "Held-out acceptance", acceptance_blocks(work.runs)),
+        Section("comparisons", "Comparisons", comparison_blocks(comparisons)),
+        Section("decoding", "Real speculative decoding", decoding_blocks(work.runs)),
+        Section("training", "Training", training_blocks(work.runs)),
+        paper_section(work.runs, target),
+        Section("time", "Time", _time(work)),
+        Section("provenance", "How it was made", _provenance(work)),
+        Section("definitions", "Definitions", [Facts(_DEFINITIONS)]),
+    ]
+
+
+def _glance(runs: tuple[Run, ...], comparisons: list[Comparison]) -> list[Block]:
+    """The findings in sentences, each with its number."""
+    items = []
+    for _, run, e in evaluated(runs):
+        first, last = e.alpha[0], e.alpha[-1]
+        shares = f"right on {b.percent(first.interval.value)} of the held-out rows at draft step 0, on {b.percent(last.interval.value)} at step {last.k}"
+        items.append(f"{run.name} ({e.drafter.label}): {shares}; MAT {b.number(e.mat.value, 2)}, joint MAT {b.number(e.mat_joint.value, 2)}.")
+    for c in comparisons:
+        if c.difference and c.verdict != "not measured":
+            than = "from" if c.verdict == "not told apart" else "than"
+            numbers = f"{b.signed(c.difference.value, c.digits)}, {c.confidence:.0%} interval {b.bounds(c.difference, c.digits)}"
+            items.append(f"{c.metric} of {c.first} is {c.verdict} {than} that of {'the ' if c.second == BIGRAM else ''}{c.second} ({numbers}).")
+    decoded = [run.decoding for run in runs if run.decoding]
+    same, different = sum(d.identical for d in decoded), sum(d.different for d in decoded)
+    if same and not different:
+        items.append(f"Decoding is lossless on every prompt tried: all {same} outputs are token for token the target's own.")
+    blocks: list[Block] = [Bullets(tuple(items)), Text(_seeds(runs), "note")] if items else [b.missing("no drafter has been measured yet", "eval")]
+    if different:
+        blocks.insert(0, Text(f"Decoding is NOT lossless: {different} of {same + different} outputs differ from the target's own.", "alarm"))
+    return blocks
+
+
+def _seeds(runs: tuple[Run, ...]) -> str:
+    seeds = {run.seed for run in runs if run.seed is not None}
+    drafters = [run.drafter for run in runs if run.drafter]
+    if len(set(drafters)) < len(drafters) and len(seeds) > 1:
+        return _SEEDS
+    return f"{ONE_SEED} Training seed: {seeds.pop()}." if len(seeds) == 1 else ONE_SEED
+
+
+def init_words(drafter: Drafter) -> str:
+    """What the weights started from, said in full."""
+    if drafter.init_layers == UNKNOWN:
+        return "what its weights started from is not recorded"
+    layers, head = _INIT_LAYERS.get(drafter.init_layers, drafter.init_layers), INIT_HEAD.get(drafter.init_head, drafter.init_head)
+    return f"layers start {layers}; " + (f"draft head and final norm start from {head}" if drafter.init_head == "target" else f"draft head starts at {head}")
+
+
+def _what(work: Work, recipe: Recipe, target: str) -> list[Block]:
+    digests = {e.target_digest[:16] for _, _, e in evaluated(work.runs)}
+    facts = [("target", f"{target}, weights digest {', '.join(sorted(digests))}" if digests else target), *_data_facts(work, recipe)]
+    facts += [(run.name, f"{run.drafter.label}; {init_words(run.drafter)}") for run in work.runs if run.drafter]
+    blocks: list[Block] = [Facts(tuple(facts))]
+    conversations = split_counts(work, "train").get("samples")
+    if conversations is not None and conversations < SMALL_RUN:
+        size = f"This is a small run: {b.integer(conversations)} training conversations, where the paper has about 70,000."
+        blocks.append(Text(f"{size} It shows that the way works from end to end, not what the method can do.", "note"))
+    if len(digests) > 1:
+        blocks.append(Text("The runs were measured against different targets: their numbers must not be compared with each other.", "note"))
+    if work.prepared is None:
+        blocks.append(b.missing("how the conversations were prepared", "prep"))
+    else:
+        blocks.append(Details("Everything kvshot prep counted", (Facts(tuple(_flat(work.prepared))),)))
+    if work.manifest is None:
+        blocks.append(b.missing("which features were captured", "capture"))
+    else:
+        blocks.append(Details("Manifest of the captured features", (Facts(tuple(_flat(work.manifest))),)))
+    return blocks
+
+
+def _data_facts(work: Work, recipe: Recipe) -> list[tuple[str, str]]:
+    facts = []
+    for split, name in (("train", "training data"), ("heldout", "held-out data")):
+        if counts := split_counts(work, split):
+            rows = f"{b.integer(counts.get('rows'))} rows where the target's answer is known"
+            facts.append((name, f"{b.integer(counts.get('samples'))} conversations, {b.integer(counts.get('tokens'))} tokens, {rows}"))
+    facts.append(("split", f"by conversation, {recipe.prep.heldout_fraction:.0%} held out, chosen by a stable hash of the conversation"))
+    if trained := [run.train for run in work.runs if run.train]:
+        tokens, rows = (_range(t.get(key) for t in trained) for key in ("tokens", "supervised_rows"))
+        facts.append(("trained on", f"{tokens} tokens, {rows} supervised rows in each run, all passes counted"))
+    if measured := evaluated(work.runs):
+        conversations, rows = _range(e.conversations for _, _, e in measured), _range(e.alpha[0].den for _, _, e in measured)
+        facts.append(("measured on", f"{conversations} held-out conversations, {rows} rows supervised at draft step 0"))
+    return facts
+
+
+def split_counts(work: Work, split: str) -> Mapping[str, Any]:
+    """samples, tokens and rows of a split as the manifest counts them; empty before capture."""
+    return ((work.manifest or {}).get("splits") or {}).get(split) or {}
+
+
+def _range(values: Iterable[float | None]) -> str:
+    known = sorted({v for v in values if v is not None})
+    return " to ".join(b.integer(v) for v in dict.fromkeys((known[0], known[-1]))) if known else "–"
+
+
+def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
+    """Nested mappings as dotted names; lists of plain values on one line, lists of others by their length."""
+    if isinstance(value, Mapping):
+        return [pair for key, inner in value.items() for pair in _flat(inner, f"{prefix}.{key}" if prefix else str(key))]
+    if isinstance(value, list):
+        plain = not any(isinstance(v, Mapping | list) for v in value)
+        return [(prefix, ", ".join(map(str, value)) if plain else f"{len(value)} entries")]
+    return [(prefix, f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value))]
+
+
+def _time(work: Work) -> list[Block]:
+    """Wall time of whole commands where it was noted, beside the seconds that each result carries."""
+    whole = work.timings or {}
+    inside: dict[str, tuple[float | None, str, int | None]] = {
+        "prep": ((work.prepared or {}).get("seconds"), "", None),
+        "capture": ((work.manifest or {}).get("seconds"), "summed over workers", None),
+    }
+    for i, run in enumerate(work.runs):
+        decode = run.decoding.seconds if run.decoding else {}
+        inside[f"train {run.name}"] = ((run.train or {}).get("seconds"), "", i)
+        inside[f"eval {run.name}"] = (run.evaluation.seconds if run.evaluation else None, "", i)
+        inside[f"decode {run.name}"] = (decode.get("drafted"), f"generate alone: {b.duration(decode.get('generate'))}", i)
+    rows = []
+    for stage in dict.fromkeys([*whole, *inside]):
+        seconds, sub, style = inside.get(stage, (None, "", None))
+        if stage in whole or seconds is not None:
+            times = Cell(b.duration(whole.get(stage)), value=whole.get(stage)), Cell(b.duration(seconds), sub if seconds is not None else "", seconds)
+            rows.append(Row((Cell(stage), *times), style=style))
+    if whole:
+        rows.append(Row((Cell("all stages"), Cell(b.duration(sum(whole.values())), value=sum(whole.values())), Cell("")), "ours"))
+    return [Table("Wall time", ("stage", "whole command", "work inside"), tuple(rows))] if rows else [b.missing("no stage has left a time", "prep")]
+
+
+def _provenance(work: Work) -> list[Block]:
+    found = [*work.provenance.items(), *((f"train {run.name}", run.provenance) for run in work.runs if run.provenance)]
+    if not found:
+        return [b.missing("no provenance.json was found", "prep")]
+    rows = [(stage, shlex.join(map(str, p.get("command") or [])), str(p.get("git_commit") or "not in a checkout")) for stage, p in found]
+    commands = Table("Commands, as they were given", ("stage", "command", "git commit"), tuple(Row(tuple(map(Cell, row))) for row in rows), words=3)
+    versions: dict[str, dict[str, None]] = {}
+    for _, p in found:
+        for name, version in (p.get("versions") or {}).items():
+            versions.setdefault(name, {})[str(version)] = None
+    listed = Facts(tuple((name, ", ".join(v) + (" (stages differ)" if len(v) > 1 else "")) for name, v in versions.items()))
+    recipes = [(run.name, run.folder / "recipe.yaml") for run in work.runs if run.recipe]
+    return [commands, listed, *(Details(f"Resolved recipe of {name}", (Code(path.read_text(encoding="utf-8")),)) for name, path in recipes)]
