@@ -92,6 +92,7 @@ def test_teacher_in_blocks_equals_whole(target: Target, monkeypatch: pytest.Monk
 
 def test_no_supervised_token_gives_empty_teacher(target: Target) -> None:
     sample = target.features([[3, 4, 5]], SPEC, [[0, 0, 0]])[0]
+    assert target.features([[3]], SPEC, [[1]])[0]["hidden.3"].shape == (1, 48)
     assert sample["teacher.hidden"].shape == (0, 48) and sample["teacher.argmax"].dtype == torch.int32 and sample["teacher.lse"].shape == (0,)
 
 

@@ -1,0 +1,343 @@
+"""Capture as a whole: units of work over Ray actors, with progress, retries and resume. `kvshot capture` calls `run`."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+import time
+import uuid
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from data_prep.capture import CaptureJob, CaptureWorker, Unit
+from kvshot_ds.config import CaptureConfig, Recipe
+from kvshot_ds.errors import ConfigError, KvshotError
+from kvshot_ds.features.manifest import SPLITS, Manifest, ShardIndex, Split, SplitCounts, save_token_counts
+from kvshot_ds.features.shard import ShardReader
+from kvshot_ds.features.spec import FeatureSpec, teacher_rows
+from kvshot_ds.files import read_json, write_atomic
+from kvshot_ds.geometry import Geometry
+from kvshot_ds.provenance import stamp, versions
+from kvshot_ds.target import load_geometry, tokenizer_digest, weights_digest
+
+TRIES = 3  # workers that one unit may lose before the capture gives up
+
+
+@dataclass(frozen=True)
+class CaptureSummary:
+    """What lies in the folder after a capture. tokens, rows (supervised teacher rows), bytes (of tars): over all splits. rejected:
+    conversations in quarantine.jsonl. reused: shards that were there before. seconds and tokens_per_second: of this run."""
+
+    folder: Path
+    shards: int
+    reused: int
+    conversations: int
+    rejected: int
+    tokens: int
+    rows: int
+    bytes: int
+    seconds: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything decided before any worker starts. configuration: named values that must be the same for shards to lie together."""
+
+    folder: Path
+    geometry: Geometry
+    spec: FeatureSpec
+    units: tuple[Unit, ...]
+    configuration: dict[str, Any]
+
+
+def run(recipe: Recipe) -> CaptureSummary:
+    """Captures the features of every prepared conversation into `recipe.shards_dir` and prints a summary.
+
+    Shards that are there already are kept, so an interrupted capture continues and a complete one returns at once. The shards
+    are the same, byte for byte, whatever the number of workers and interruptions.
+
+    Raises ConfigError: nothing prepared, target not usable, layers out of range, folder made with another configuration, more
+    workers than the Ray cluster has room for. Raises KvshotError: a unit fails, or loses its worker three times.
+    """
+    began = time.perf_counter()
+    plan = make_plan(recipe)
+    with _sole_user(plan.folder):
+        _same_configuration(plan)
+        todo = [unit for unit in plan.units if not is_done(plan.folder, unit)]
+        manifest_path = Manifest.path(plan.folder)
+        if not todo and manifest_path.is_file():
+            print(f"capture: {plan.folder} is complete already")
+            return _summary(plan, len(plan.units), 0, time.perf_counter() - began)
+        manifest_path.unlink(missing_ok=True)
+        _clean(plan.folder)
+        stamp(plan.folder, recipe, configuration=plan.configuration)
+        captured = _capture(recipe, plan, todo) if todo else 0
+        _clean(plan.folder)
+        _finish(recipe, plan)
+        return _summary(plan, len(plan.units) - len(todo), captured, time.perf_counter() - began)
+
+
+def make_plan(recipe: Recipe) -> Plan:
+    """Reads target configuration and prepared files, and cuts each split into units of `conversations_per_shard` lines."""
+    geometry = load_geometry(recipe.target.path, recipe.target.trust_remote_code)
+    options = recipe.capture
+    spec = FeatureSpec.resolve(options.features, geometry.num_layers)
+    if recipe.target.device == "cuda" and not options.gpus_per_worker:
+        raise ConfigError("target.device=cuda with capture.gpus_per_worker=0: Ray hides the GPUs from such a worker; set capture.gpus_per_worker=1")
+    prepared = recipe.prepared_dir
+    if not (prepared / "summary.json").is_file():
+        raise ConfigError(f"{prepared}: no summary.json there: nothing is prepared, or not to the end; run kvshot prep")
+    units: list[Unit] = []
+    digests: dict[str, str] = {}
+    for split in SPLITS:
+        found, digests[split] = cut(split, prepared / f"{split}.jsonl", options.conversations_per_shard)
+        units += found
+    if not units:
+        raise ConfigError(f"{prepared}: train.jsonl and heldout.jsonl are empty; nothing to capture")
+    configuration = {
+        "target": weights_digest(recipe.target.path),
+        "tokenizer": tokenizer_digest(recipe.target.path),
+        "target.dtype": recipe.target.dtype,
+        "capture.features": {**asdict(spec), "hidden_layers": list(spec.hidden_layers), "kv_layers": list(spec.kv_layers)},
+        "capture.tokens_per_batch": options.tokens_per_batch,
+        "capture.conversations_per_shard": options.conversations_per_shard,
+        "prepared": digests,
+    }
+    return Plan(recipe.shards_dir, geometry, spec, tuple(units), configuration)
+
+
+def cut(split: Split, file: Path, lines: int) -> tuple[list[Unit], str]:
+    """Units of `lines` lines each over a JSONL file, and the file's sha256. Raises ConfigError if the file is not readable."""
+    units: list[Unit] = []
+    digest, offset = hashlib.sha256(), 0
+    try:
+        with open(file, "rb") as stream:
+            for number, raw in enumerate(stream):
+                if number % lines == 0:
+                    units.append(Unit(split, number // lines, file.resolve(), offset, number + 1, 0))
+                units[-1] = Unit(**{**units[-1].__dict__, "count": units[-1].count + 1})
+                offset += len(raw)
+                digest.update(raw)
+    except OSError as error:
+        raise ConfigError(f"{file}: not readable ({error.strerror}); run kvshot prep") from None
+    return units, digest.hexdigest()
+
+
+def is_done(folder: Path, unit: Unit) -> bool:
+    """The unit's index and tar are there and of one size. An index that cannot be read counts as not there."""
+    try:
+        index = ShardIndex.load(folder, unit.shard)
+        return (folder / unit.shard).stat().st_size == index.bytes
+    except (KvshotError, OSError):
+        return False
+
+
+@contextmanager
+def _sole_user(folder: Path) -> Iterator[None]:
+    """Holds the folder's lock, which the system lets go whenever this process ends. Raises ConfigError if another capture holds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{folder}: another kvshot capture is writing there; wait for it, or set shards to another folder") from None
+        yield
+
+
+def _clean(folder: Path) -> None:
+    """Removes what writers that were killed left beside the files they were writing."""
+    for leftover in folder.glob(".*.tmp"):
+        leftover.unlink(missing_ok=True)
+
+
+def _same_configuration(plan: Plan) -> None:
+    """Raises ConfigError naming each value in which the folder's shards differ from what is asked for."""
+    path = plan.folder / "provenance.json"
+    if not path.is_file():
+        if any(plan.folder.glob("*.tar")):
+            raise ConfigError(f"{plan.folder}: holds tars but no provenance.json that says where they come from; set shards to another folder")
+        return
+    try:
+        before = read_json(path)["configuration"]
+        changed = [name for name, value in plan.configuration.items() if before.get(name) != value]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: not the provenance of a capture ({error}); set shards to another folder") from None
+    if changed:
+        lines = [f"  {name}: there {_short(before.get(name))}, now {_short(plan.configuration[name])}" for name in changed]
+        raise ConfigError(f"{plan.folder}: holds features of another configuration; set shards to another folder, or delete it\n" + "\n".join(lines))
+
+
+def _short(value: Any) -> str:
+    """`value` for an error text, with digests cut."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_short(part)}" for name, part in value.items())
+    return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else str(value)
+
+
+@contextmanager
+def ray_session(section: str, workers: int, cpus: float, gpus: float) -> Iterator[None]:
+    """Ray with room for `workers` actors of `cpus` and `gpus` each: the connection there is, the cluster of RAY_ADDRESS, or a Ray of
+    this process's own, which ends with it. Raises ConfigError if a cluster has less; `section` names the options in the text."""
+    import ray
+
+    own = not ray.is_initialized()
+    if own:
+        address = os.environ.get("RAY_ADDRESS", "local")
+        local: dict[str, Any] = (
+            {"num_cpus": math.ceil(workers * cpus), "include_dashboard": False, "object_store_memory": 1 << 27} if address == "local" else {}
+        )
+        ray.init(address=address, logging_level="WARNING", log_to_driver=False, **local)
+    try:
+        room = ray.cluster_resources()
+        for kind, each, option in (("CPU", cpus, "cpus_per_worker"), ("GPU", gpus, "gpus_per_worker")):
+            need, has = workers * each, room.get(kind, 0)
+            if need > has:
+                raise ConfigError(f"{section}.workers={workers} with {section}.{option}={each:g} need {need:g} {kind}s, Ray has {has:g}; lower one of them")
+        yield
+    finally:
+        if own:
+            ray.shutdown()
+
+
+def _capture(recipe: Recipe, plan: Plan, todo: Sequence[Unit]) -> int:
+    """Captures the units and returns their tokens."""
+    options = recipe.capture
+    if torch.cuda.is_available() and not options.gpus_per_worker:
+        print("capture: a GPU is here, but capture.gpus_per_worker=0: the target runs on the CPU")
+    job = CaptureJob(recipe.target, plan.spec, options.tokens_per_batch, plan.folder.resolve(), max(1, int(options.cpus_per_worker)))
+    total = sum(unit.count for unit in plan.units)
+    began, tokens = time.perf_counter(), 0
+    with (
+        ray_session("capture", options.workers, options.cpus_per_worker, options.gpus_per_worker),
+        tqdm(total=total, initial=total - sum(u.count for u in todo), desc="capture", unit="conv", dynamic_ncols=True) as bar,
+    ):
+
+        def done(unit: Unit, index: ShardIndex) -> None:
+            nonlocal tokens
+            tokens += sum(sample.tokens for sample in index.samples)
+            bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):.0f} tokens/s", refresh=False)
+            bar.update(unit.count)
+
+        _over_actors(job, options, todo, done, bar.write)
+    return tokens
+
+
+def _over_actors(job: CaptureJob, options: CaptureConfig, todo: Sequence[Unit], done: Callable[[Unit, ShardIndex], None], say: Callable[[str], None]) -> None:
+    """Works through `todo`, one unit in flight per actor. A unit whose worker dies goes first to a fresh one; nothing but names,
+    paths and counts passes through Ray."""
+    import ray
+    from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
+
+    actor_class = ray.remote(num_cpus=options.cpus_per_worker, num_gpus=options.gpus_per_worker)(CaptureWorker)
+    name, waiting, deaths = f"kvshot-capture-{uuid.uuid4().hex[:8]}", deque(todo), Counter[Unit]()
+    started: list[Any] = []
+    in_flight: dict[Any, tuple[Any, Unit]] = {}  # a result to come -> its actor and unit
+
+    def start() -> Any:
+        started.append(actor_class.options(name=f"{name}-{len(started)}").remote(job))
+        return started[-1]
+
+    def submit(actor: Any) -> None:
+        unit = waiting.popleft()
+        in_flight[actor.capture.remote(unit)] = (actor, unit)
+
+    try:
+        for _ in range(min(options.workers, len(todo))):
+            submit(start())
+        while in_flight:
+            (result,), _rest = ray.wait(list(in_flight), num_returns=1)
+            actor, unit = in_flight.pop(result)
+            try:
+                done(unit, ray.get(result))
+            except RayTaskError as error:
+                if isinstance(error.cause, KvshotError):
+                    raise error.cause from None
+                raise
+            except (RayActorError, WorkerCrashedError, OutOfMemoryError) as error:
+                deaths[unit] += 1
+                if deaths[unit] >= TRIES:
+                    why = (str(error).splitlines() or [type(error).__name__])[0]
+                    raise KvshotError(f"{unit}: lost its worker {TRIES} times ({why}); if memory ran out, lower capture.tokens_per_batch") from None
+                say(f"capture: a worker died on {unit}; the unit goes to a fresh one")
+                waiting.appendleft(unit)
+                actor = start()
+            if waiting:
+                submit(actor)
+    finally:
+        for actor in started:
+            ray.kill(actor)
+
+
+def _finish(recipe: Recipe, plan: Plan) -> None:
+    """Writes what is derived from the shards' indexes: quarantine.jsonl, token counts and, last, the manifest."""
+    indexes = [(unit.split, ShardIndex.load(plan.folder, unit.shard)) for unit in plan.units]
+    rejected = [asdict(r) for _, index in indexes for r in index.rejected]
+    if not any(index.samples for _, index in indexes):
+        first = rejected[0]
+        raise KvshotError(
+            f"{recipe.prepared_dir}: none of {len(rejected)} conversations could be captured; {first['file']} line {first['line']}: {first['reason']}"
+        )
+    write_atomic(plan.folder / "quarantine.jsonl", "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rejected))
+    counts = torch.zeros(plan.geometry.vocab_size, dtype=torch.int64)
+    for split, index in indexes:
+        if split == "train":
+            counts += count_labels(ShardReader(plan.folder, index, plan.spec, plan.geometry))
+    save_token_counts(plan.folder, counts)
+    Manifest(
+        target_name=Path(recipe.target.path).resolve().name,
+        target_digest=plan.configuration["target"],
+        tokenizer_digest=plan.configuration["tokenizer"],
+        geometry=plan.geometry,
+        spec=plan.spec,
+        splits={split: SplitCounts.of([index for name, index in indexes if name == split]) for split in SPLITS},
+        rejected=len(rejected),
+        seconds=round(sum(index.seconds for _, index in indexes), 3),
+        versions=versions(),
+    ).save(plan.folder)
+
+
+def count_labels(reader: ShardReader) -> torch.Tensor:
+    """How often each token is a label x_{j+1} of a teacher row j in one shard, [V] int64."""
+    counts = torch.zeros(reader.geometry.vocab_size, dtype=torch.int64)
+    for number in range(len(reader.index.samples)):
+        sample = reader.read(number, ("tokens", "turn"))
+        labels = sample["tokens"][torch.from_numpy(teacher_rows(sample["turn"].numpy())) + 1]
+        counts += torch.bincount(labels, minlength=len(counts))
+    return counts
+
+
+def _summary(plan: Plan, reused: int, captured: int, seconds: float) -> CaptureSummary:
+    """From the manifest; printed."""
+    manifest = Manifest.load(plan.folder)
+    splits = manifest.splits.values()
+    found = CaptureSummary(
+        folder=plan.folder,
+        shards=len(plan.units),
+        reused=reused,
+        conversations=sum(s.samples for s in splits),
+        rejected=manifest.rejected,
+        tokens=sum(s.tokens for s in splits),
+        rows=sum(s.rows for s in splits),
+        bytes=sum(s.bytes for s in splits),
+        seconds=seconds,
+        tokens_per_second=captured / seconds,
+    )
+    print(
+        f"capture: {found.conversations} conversations, {found.tokens:,} tokens, {found.rows:,} supervised rows, {found.bytes / 1e6:,.1f} MB "
+        f"in {found.shards} shards ({reused} were there) in {plan.folder}"
+    )
+    print(f"capture: {captured:,} tokens captured in {seconds:.1f} s ({found.tokens_per_second:,.0f} tokens/s)")
+    if found.rejected:
+        print(f"capture: {found.rejected} conversations left out, with reasons in {plan.folder / 'quarantine.jsonl'}")
+    return found

@@ -1,0 +1,213 @@
+"""What lies in a folder of feature shards: one index per shard, and the manifest that says the folder is complete."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from kvshot_ds.errors import ConfigError, KvshotError
+from kvshot_ds.features.spec import FeatureSpec
+from kvshot_ds.files import read_json, write_atomic, write_json
+from kvshot_ds.geometry import Geometry
+
+FORMAT = "kvshot-features/1"
+Split = Literal["train", "heldout"]
+SPLITS: tuple[Split, ...] = get_args(Split)
+_SHARD = re.compile(r"(train|heldout)-\d{6}\.tar")
+_KEY = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One conversation in a shard. offset, size: the bytes of its safetensors member in the tar. tokens: S. rows: R, its teacher rows."""
+
+    key: str
+    offset: int
+    size: int
+    tokens: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A conversation that was left out. file and line (1-based) say where it stands, record is its beginning (at most 200 characters)."""
+
+    file: str
+    line: int
+    reason: str
+    record: str
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """`<shard>.index.json`: written after its tar, so that its presence means that the tar is whole.
+
+    shard: file name of the tar. bytes, sha256: of the tar. seconds: time the worker spent on it. samples: in the order of the
+    prepared split, whatever their order in the tar. rejected: conversations of its slice that are not in it.
+    """
+
+    shard: str
+    bytes: int
+    sha256: str
+    seconds: float
+    samples: tuple[Sample, ...]
+    rejected: tuple[Rejected, ...]
+
+    @staticmethod
+    def path(folder: Path, shard: str) -> Path:
+        return folder / f"{shard.removesuffix('.tar')}.index.json"
+
+    def save(self, folder: Path) -> None:
+        write_json(self.path(folder, self.shard), {"format": FORMAT, **asdict(self)})
+
+    @classmethod
+    def load(cls, folder: Path, shard: str) -> ShardIndex:
+        """The index of tar `shard`. Raises KvshotError: missing, of another format, not readable, with an unsafe key."""
+        path = cls.path(folder, shard)
+        value = _versioned(path)
+        try:
+            samples = tuple(Sample(**s) for s in value.pop("samples"))
+            found = cls(**{**value, "samples": samples, "rejected": tuple(Rejected(**r) for r in value["rejected"])})
+        except (KeyError, TypeError) as error:
+            raise KvshotError(f"{path}: not the index of a shard ({error}); delete it and run kvshot capture again") from None
+        if found.shard != shard:
+            raise KvshotError(f"{path}: is the index of {found.shard!r}, expected {shard!r}")
+        for sample in samples:
+            check_key(sample.key, path)
+        return found
+
+
+@dataclass(frozen=True)
+class SplitCounts:
+    """One split: its tars in order, and totals over them. rows: supervised teacher rows. bytes: of the tars."""
+
+    shards: tuple[str, ...]
+    samples: int
+    tokens: int
+    rows: int
+    bytes: int
+
+    @classmethod
+    def of(cls, indexes: Sequence[ShardIndex]) -> SplitCounts:
+        samples = [sample for index in indexes for sample in index.samples]
+        return cls(
+            shards=tuple(index.shard for index in indexes),
+            samples=len(samples),
+            tokens=sum(s.tokens for s in samples),
+            rows=sum(s.rows for s in samples),
+            bytes=sum(index.bytes for index in indexes),
+        )
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`manifest.json`, written last: its presence means that every shard it names is there.
+
+    target_name, target_digest (target.weights_digest), geometry, tokenizer_digest: the model the features come from. spec: what
+    was captured. splits: counts. rejected: conversations left out (quarantine.jsonl lists them). seconds: summed over workers.
+    """
+
+    target_name: str
+    target_digest: str
+    tokenizer_digest: str
+    geometry: Geometry
+    spec: FeatureSpec
+    splits: dict[Split, SplitCounts]
+    rejected: int
+    seconds: float
+    versions: dict[str, str]
+
+    @staticmethod
+    def path(folder: Path) -> Path:
+        return folder / "manifest.json"
+
+    def save(self, folder: Path) -> None:
+        write_json(self.path(folder), {"format": FORMAT, **asdict(self)})
+
+    @classmethod
+    def load(cls, folder: Path) -> Manifest:
+        """The manifest of `folder`. Raises ConfigError: capture not run or not complete, another format, not a manifest, unsafe shard names."""
+        path = cls.path(Path(folder))
+        if not path.is_file():
+            raise ConfigError(f"{path}: not there; the features were not captured, or not to the end: run kvshot capture")
+        value = _versioned(path)
+        try:
+            spec = value.pop("spec")
+            spec = FeatureSpec(**{**spec, "hidden_layers": tuple(spec["hidden_layers"]), "kv_layers": tuple(spec["kv_layers"])})
+            splits = {name: SplitCounts(**{**counts, "shards": tuple(counts["shards"])}) for name, counts in value.pop("splits").items()}
+            found = cls(**{**value, "geometry": Geometry.from_json(value["geometry"]), "spec": spec, "splits": splits})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path}: not a manifest of feature shards ({error})") from None
+        for shard in (shard for counts in splits.values() for shard in counts.shards):
+            if not _SHARD.fullmatch(shard):
+                raise ConfigError(f"{path}: shard name {shard!r} is not of the form train-000000.tar; refused")
+        return found
+
+
+def check_key(key: str, where: Path) -> None:
+    """Raises KvshotError unless `key` is a plain name: no dots (WebDataset splits there), no slashes, at most 64 characters."""
+    if not _KEY.fullmatch(key):
+        raise KvshotError(f"{where}: sample key {key!r} is not a plain name (letters, digits, _ and -, at most 64); refused")
+
+
+def shard_name(split: Split, number: int) -> str:
+    return f"{split}-{number:06d}.tar"
+
+
+def require(manifest: Manifest, needed: FeatureSpec, target_digest: str) -> None:
+    """Raises ConfigError unless the features come from the target of `target_digest` and hold every key that `needed` names; the
+    text then names the missing keys and the capture that would make them."""
+    if manifest.target_digest != target_digest:
+        raise ConfigError(
+            f"the features were captured from another target: {manifest.target_name} with weights {manifest.target_digest[:16]}, but target.path "
+            f"holds weights {target_digest[:16]}; set target.path to that target, or capture into another folder (kvshot capture RECIPE shards=NEW_FOLDER)"
+        )
+    missing = manifest.spec.missing(needed)
+    if missing:
+        has = manifest.spec
+        hidden, kv = sorted({*has.hidden_layers, *needed.hidden_layers}), sorted({*has.kv_layers, *needed.kv_layers})
+        teacher = needed.teacher if has.teacher == "none" else has.teacher
+        options = f"'capture.features.hidden_layers={hidden}' 'capture.features.kv_layers={kv}' capture.features.teacher={teacher}"
+        raise ConfigError(f"the features lack {', '.join(missing)}, which the drafter reads; capture them: kvshot capture RECIPE {options} shards=NEW_FOLDER")
+
+
+def save_token_counts(folder: Path, counts: torch.Tensor) -> None:
+    """Writes `token_counts.safetensors`: how often each token is a label of the train split, [V] int64."""
+    from safetensors.torch import save
+
+    write_atomic(folder / "token_counts.safetensors", save({"counts": counts}))
+
+
+def load_token_counts(folder: Path, vocab_size: int) -> torch.Tensor:
+    """Counts [V] int64 of the labels x_{j+1} at the train split's teacher rows j: what a draft vocabulary is chosen from.
+    Raises KvshotError if the file is missing or of another vocabulary."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = Path(folder) / "token_counts.safetensors"
+    try:
+        counts = load_file(path).get("counts")
+    except (OSError, SafetensorError) as error:
+        raise KvshotError(f"{path}: not readable ({error}); delete manifest.json there and run kvshot capture again") from None
+    if counts is None or counts.dtype != torch.int64 or counts.shape != (vocab_size,):
+        raise KvshotError(f"{path}: expected counts int64 [{vocab_size}], found {'none' if counts is None else f'{counts.dtype} {list(counts.shape)}'}")
+    return counts
+
+
+def _versioned(path: Path) -> dict[str, Any]:
+    """The JSON mapping in `path` without its format field. Raises KvshotError (ConfigError for another format)."""
+    try:
+        value = read_json(path)
+    except FileNotFoundError:
+        raise KvshotError(f"{path}: not there; run kvshot capture again") from None
+    except (OSError, ValueError) as error:
+        raise KvshotError(f"{path}: not readable as JSON ({error})") from None
+    found = value.get("format") if isinstance(value, dict) else None
+    if found != FORMAT:
+        raise ConfigError(f"{path}: format {found!r}, this version reads {FORMAT!r}; capture again, or use the version that wrote it")
+    return {name: part for name, part in value.items() if name != "format"}

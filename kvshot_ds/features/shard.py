@@ -1,0 +1,250 @@
+"""Feature shards: WebDataset tars written once, whole or not at all, and read back sample by sample at known offsets."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import torch
+
+from kvshot_ds.errors import ConfigError, KvshotError
+from kvshot_ds.features.manifest import Manifest, Rejected, Sample, ShardIndex, Split, check_key
+from kvshot_ds.features.spec import DTYPES, FeatureSpec, teacher_rows
+from kvshot_ds.geometry import Geometry
+
+_BLOCK = 512  # a tar is made of blocks of this many bytes; headers take one, data is padded to whole ones
+_STORED = {"I32": torch.int32, "F32": torch.float32, "BF16": torch.bfloat16}
+_LONGEST_HEADER = 1 << 20
+
+
+class _HashedFile:
+    """A file that is hashed while it is written, so that the checksum costs no second pass."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.sha256, self.bytes = file, hashlib.sha256(), 0
+
+    def write(self, data: bytes) -> int:
+        if self.file.closed:  # a tar that was left early writes its buffer when it is collected
+            return 0
+        self.sha256.update(data)
+        self.bytes += len(data)
+        return self.file.write(data)
+
+
+class ShardWriter:
+    """Writes one tar beside its final name; `commit` renames it and writes its index. A context left without commit leaves nothing.
+
+    The bytes depend on the samples and their order alone: times, owners and modes are fixed.
+    """
+
+    def __init__(self, folder: Path, shard: str) -> None:
+        from webdataset import TarWriter
+
+        self.folder, self.shard = folder, shard
+        folder.mkdir(parents=True, exist_ok=True)
+        self._aside = folder / f".{shard}.{uuid.uuid4().hex}.tmp"
+        self._file = open(self._aside, "wb")  # noqa: SIM115 - closed by commit or __exit__
+        self._hashed = _HashedFile(self._file)
+        self._tar = TarWriter(self._hashed, user="kvshot", group="kvshot", mtime=0, encoder=False)
+        self._samples: dict[str, Sample] = {}
+
+    def write(self, key: str, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
+        """Appends members `<key>.json` and `<key>.safetensors`. Raises KvshotError on a key that is no plain name or comes twice."""
+        from safetensors.torch import save
+
+        check_key(key, self.folder / self.shard)
+        if key in self._samples:
+            raise KvshotError(f"{self.folder / self.shard}: sample key {key!r} comes twice")
+        text, data = json.dumps(meta, ensure_ascii=False, sort_keys=True).encode(), save(tensors)
+        start = self._tar.tarstream.offset
+        self._tar.write({"__key__": key, "json": text, "safetensors": data})  # the writer sorts members by extension: json first
+        offset = start + _BLOCK + -(-len(text) // _BLOCK) * _BLOCK + _BLOCK
+        self._samples[key] = Sample(key, offset, len(data), len(tensors["tokens"]), len(teacher_rows(tensors["turn"].numpy())))
+
+    def commit(self, order: Collection[str], rejected: Iterable[Rejected] = (), seconds: float = 0.0) -> ShardIndex:
+        """Closes, fsyncs and renames the tar, then writes its index, whose samples stand in `order` (the keys)."""
+        self._tar.close()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self._aside, self.folder / self.shard)
+        samples = tuple(self._samples[key] for key in order)
+        index = ShardIndex(self.shard, self._hashed.bytes, self._hashed.sha256.hexdigest(), round(seconds, 3), samples, tuple(rejected))
+        index.save(self.folder)
+        return index
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()
+        self._aside.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class ShardReader:
+    """One tar and its index. spec, geometry: what its samples must hold. Keeps no open file: safe to pickle and to fork."""
+
+    folder: Path
+    index: ShardIndex
+    spec: FeatureSpec
+    geometry: Geometry
+
+    @property
+    def path(self) -> Path:
+        return self.folder / self.index.shard
+
+    def check_size(self) -> None:
+        """Raises KvshotError if the tar is missing or not as long as its index says."""
+        try:
+            size = self.path.stat().st_size
+        except OSError as error:
+            raise KvshotError(f"{self.path}: not readable ({error.strerror}); run kvshot capture again") from None
+        if size != self.index.bytes:
+            raise KvshotError(f"{self.path}: {size} bytes, its index says {self.index.bytes}: truncated or replaced; delete it and run kvshot capture again")
+
+    def verify(self) -> None:
+        """Reads every byte: checksum, then every tensor of every sample. Raises KvshotError naming what is wrong."""
+        self.check_size()
+        with open(self.path, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != self.index.sha256:
+            raise KvshotError(f"{self.path}: sha256 {found[:16]}, its index says {self.index.sha256[:16]}: damaged; delete it and run kvshot capture again")
+        for number, sample in enumerate(self.index.samples):
+            if len(teacher_rows(self.read(number)["turn"].numpy())) != sample.rows:
+                raise self._broken(sample, f"its turns do not give the {sample.rows} teacher rows of its index")
+
+    def read(self, number: int, keys: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+        """Tensors of sample `number`, by spec.py's table: all of them, or those named (only their bytes are read).
+
+        Raises KvshotError naming shard, key and tensor: missing, of another shape or dtype, NaN or infinite, cut off.
+        """
+        sample = self.index.samples[number]
+        wanted = self.expected(sample)
+        tensors: dict[str, torch.Tensor] = {}
+        with open(self.path, "rb", buffering=0) as file:
+            header, start = self._header(file.fileno(), sample)
+            for name in wanted if keys is None else keys:
+                tensors[name] = self._tensor(file.fileno(), sample, name, header.get(name), start, wanted.get(name))
+        return tensors
+
+    def expected(self, sample: Sample) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """dtype and shape of every tensor of `sample`."""
+        g, dtype, n, r = self.geometry, DTYPES[self.spec.dtype], sample.tokens, sample.rows
+        by_kind: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "hidden": (dtype, (n, g.hidden_size)),
+            "key": (dtype, (n, g.kv_heads, g.head_dim)),
+            "value": (dtype, (n, g.kv_heads, g.head_dim)),
+            "teacher.hidden": (dtype, (r, g.hidden_size)),
+            "teacher.argmax": (torch.int32, (r,)),
+            "teacher.lse": (torch.float32, (r,)),
+        }
+        found = dict.fromkeys(("tokens", "turn"), (torch.int32, (n,)))
+        return found | {key: by_kind[key if key in by_kind else key.split(".")[0]] for key in self.spec.keys()}
+
+    def _broken(self, sample: Sample, what: str) -> KvshotError:
+        return KvshotError(f"{self.path}: sample {sample.key!r}: {what}; delete the shard and run kvshot capture again")
+
+    def _bytes(self, file: int, sample: Sample, offset: int, size: int) -> bytearray:
+        buffer = bytearray(size)
+        view, done = memoryview(buffer), 0
+        while done < size:
+            got = os.preadv(file, [view[done:]], offset + done)
+            if not got:
+                raise self._broken(sample, f"the file ends at byte {offset + done}, expected {offset + size}")
+            done += got
+        return buffer
+
+    def _header(self, file: int, sample: Sample) -> tuple[dict[str, Any], int]:
+        """The safetensors header of `sample`, and where in the file its data starts."""
+        length = int.from_bytes(self._bytes(file, sample, sample.offset, 8), "little")
+        if length > min(sample.size - 8, _LONGEST_HEADER):
+            raise self._broken(sample, "its bytes are no safetensors file")
+        try:
+            header = json.loads(self._bytes(file, sample, sample.offset + 8, length))
+        except ValueError:
+            header = None
+        if not isinstance(header, dict):
+            raise self._broken(sample, "its bytes are no safetensors file")
+        return header, sample.offset + 8 + length
+
+    def _tensor(
+        self, file: int, sample: Sample, name: str, entry: dict[str, Any] | None, start: int, wanted: tuple[torch.dtype, tuple[int, ...]] | None
+    ) -> torch.Tensor:
+        if wanted is None:
+            raise ConfigError(f"{self.path}: tensor {name!r} was not captured; the features hold {', '.join(self.spec.keys())}")
+        if entry is None:
+            raise self._broken(sample, f"tensor {name} is missing")
+        dtype, shape = wanted
+        try:
+            found = (_STORED.get(entry["dtype"]), tuple(entry["shape"]))
+            begin, end = entry["data_offsets"]
+        except (KeyError, TypeError, ValueError):
+            raise self._broken(sample, f"tensor {name} has no readable entry in the header") from None
+        if found != wanted or end - begin != dtype.itemsize * torch.Size(shape).numel():
+            raise self._broken(sample, f"tensor {name} is {entry['dtype']} {entry['shape']}, expected {dtype} {list(shape)}")
+        if end == begin:
+            return torch.empty(shape, dtype=dtype)
+        tensor = torch.frombuffer(self._bytes(file, sample, start + begin, end - begin), dtype=dtype).view(shape)
+        if not all_finite(tensor):
+            raise self._broken(sample, f"tensor {name} holds NaN or infinity")
+        return tensor
+
+
+def all_finite(tensor: torch.Tensor) -> bool:
+    """No NaN and no infinity in `tensor`. Integers always are finite."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    # the extremes carry NaN along and are found at the speed of memory, 30 times faster than isfinite().all()
+    low, high = torch.aminmax(tensor)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+@dataclass(frozen=True)
+class ShardSet:
+    """Every sample of one split, by number, in the order of the prepared split. Open with `ShardSet.open`.
+
+    manifest: of the folder. readers: one per tar. samples: their index entries, end to end. Safe to pickle and to fork.
+    """
+
+    manifest: Manifest
+    readers: tuple[ShardReader, ...]
+    samples: tuple[Sample, ...]
+    _places: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def open(cls, folder: Path, split: Split) -> ShardSet:
+        """Reads manifest and indexes. Raises KvshotError naming what is missing, truncated, of another format or inconsistent."""
+        folder = Path(folder)
+        manifest = Manifest.load(folder)
+        if split not in manifest.splits:
+            raise ConfigError(f"{Manifest.path(folder)}: no split {split!r}; it holds {', '.join(manifest.splits)}")
+        counts = manifest.splits[split]
+        readers = tuple(ShardReader(folder, ShardIndex.load(folder, shard), manifest.spec, manifest.geometry) for shard in counts.shards)
+        for reader in readers:
+            reader.check_size()
+        samples = tuple(sample for reader in readers for sample in reader.index.samples)
+        if len(samples) != counts.samples:
+            raise KvshotError(f"{Manifest.path(folder)}: {counts.samples} {split} samples, the indexes hold {len(samples)}; run kvshot capture again")
+        places = tuple((r, number) for r, reader in enumerate(readers) for number in range(len(reader.index.samples)))
+        return cls(manifest, readers, samples, places)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def read(self, i: int, keys: Collection[str] | None = None) -> tuple[str, dict[str, torch.Tensor]]:
+        """(key, tensors) of sample `i`, as `ShardReader.read`: every tensor, or only those named in `keys`."""
+        reader, number = self._places[i]
+        return self.samples[i].key, self.readers[reader].read(number, keys)
+
+    def verify(self) -> None:
+        """`ShardReader.verify` of every shard."""
+        for reader in self.readers:
+            reader.verify()
