@@ -258,7 +258,8 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _whole_micro_batches(self) -> TrainConfig:
         if self.conversations_per_step % self.conversations_per_micro_batch:
-            raise ValueError(f"conversations_per_step={self.conversations_per_step} is no multiple of conversations_per_micro_batch={self.conversations_per_micro_batch}")
+            step, micro = self.conversations_per_step, self.conversations_per_micro_batch
+            raise ValueError(f"conversations_per_step={step} is no multiple of conversations_per_micro_batch={micro}")
         return self
 
 

@@ -206,10 +206,10 @@ def _summary(recipe: Recipe, info: DrafterInfo, drafter: torch.nn.Module, held: 
 def _print_table(results: list[dict[str, Any]]) -> None:
     for r in results:
         alphas = " ".join("  -  " if a["value"] is None else f"{a['value']:.3f}" for a in r["alpha"])
-        big = r["baselines"]["bigram"]
         print(
             f"{r['name']}: alpha_0..{len(r['alpha']) - 1} {alphas} | MAT {_text(r['mat'])} | joint MAT {_text(r['mat_joint'])} | "
-            f"retention {_text(r['retention'])} | bigram alpha_0 {_text(big)} | {r['data']['conversations']} held-out conversations, {r['alpha'][0]['den']} rows"
+            f"retention {_text(r['retention'])} | bigram alpha_0 {_text(r['baselines']['bigram'])} | "
+            f"{r['data']['conversations']} held-out conversations, {r['alpha'][0]['den']} rows"
         )
 
 

@@ -32,7 +32,7 @@ class HiddenOnlyDrafter(Drafter):
         return DraftLayer(self.g, wide=i == 0, self_path=True, cross=False)
 
     def required_features(self) -> FeatureSpec:
-        return FeatureSpec(tuple(sorted(self.hidden_layers)), (), "last_hidden", "bf16")
+        return FeatureSpec(tuple(sorted(set(self.hidden_layers))), (), "last_hidden", "bf16")
 
     def begin(self, state: DraftState, start: Start) -> torch.Tensor:
         state.forget_steps()

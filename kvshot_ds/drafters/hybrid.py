@@ -25,4 +25,4 @@ class HybridDrafter(HiddenOnlyDrafter):
         return DraftLayer(self.g, wide=i == 0, self_path=True, cross=True, projector=projector, gate=self.config.gate)
 
     def required_features(self) -> FeatureSpec:
-        return FeatureSpec(tuple(sorted(self.hidden_layers)), tuple(sorted(self.kv_layers)), "last_hidden", "bf16")
+        return FeatureSpec(tuple(sorted(set(self.hidden_layers))), tuple(sorted(set(self.kv_layers))), "last_hidden", "bf16")

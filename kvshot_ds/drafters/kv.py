@@ -50,7 +50,7 @@ class KVOnlyDrafter(Drafter):
         )
 
     def required_features(self) -> FeatureSpec:
-        return FeatureSpec((), tuple(sorted(self.kv_layers)), "last_hidden", "bf16")
+        return FeatureSpec((), tuple(sorted(set(self.kv_layers))), "last_hidden", "bf16")
 
     def begin(self, state: DraftState, start: Start) -> torch.Tensor:
         state.forget_steps()

@@ -1,0 +1,178 @@
+"""The `kvshot` command: thin; each command loads a recipe and calls one library function. Heavy imports happen inside."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvshot_ds import __version__
+from kvshot_ds.errors import ConfigError, KvshotError
+
+if TYPE_CHECKING:
+    from kvshot_ds.options import Option
+
+# command -> (module whose run(recipe) does the work, what it does); the recipe section bears the command's name
+STAGES = {
+    "prep": ("data_prep.prepare", "Conversations or prompts in; answered, tokenised conversations out."),
+    "capture": ("data_prep.orchestrate", "Prepared conversations in; feature shards of the target out (Ray)."),
+    "train": ("kvshot_ds.training.launch", "Feature shards in; a trained drafter out (DeepSpeed)."),
+    "eval": ("kvshot_ds.evaluation", "Held-out step-wise acceptance of a trained drafter."),
+    "decode": ("kvshot_ds.decoding.run", "Speculative decoding on held-out prompts, checked against the target's own generate."),
+    "report": ("kvshot_ds.report.build", "One self-contained HTML page of everything measured."),
+}
+COMMON = "Options of the recipe as a whole (name, work, target.path, ...): kvshot config options"
+RANKS = "For several ranks: deepspeed --num_accelerators N --module kvshot_ds.cli train RECIPE [section.field=value ...]"
+
+
+class OrderedGroup(click.Group):
+    """Lists its commands in the order of the work, not of the alphabet."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+class StageCommand(click.Command):
+    """A command whose help ends with the options of its recipe section, made from the configuration models."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        write_options(formatter, section_options(self.name or ""))
+        super().format_epilog(ctx, formatter)
+
+
+def section_options(section: str) -> list[Option]:
+    """Options of the recipe below the dotted name `section` (all of them for ''). Raises ConfigError if there are none."""
+    from kvshot_ds.config import Recipe
+    from kvshot_ds.options import walk
+
+    table = list(walk(Recipe))
+    chosen = [option for option in table if not section or f"{option.name}.".startswith(f"{section}.")]
+    if not chosen:
+        raise ConfigError(f"no section {section!r}; sections: {', '.join(dict.fromkeys(o.name.partition('.')[0] for o in table if '.' in o.name))}")
+    return chosen
+
+
+def write_options(formatter: click.HelpFormatter, options: list[Option]) -> None:
+    """Writes the option table, one heading for each choice that options depend on. Units stand in brackets."""
+    for when in dict.fromkeys(sorted((option.when for option in options), key=bool)):
+        rows = [(o.name, f"{o.description}  ({o.type}; {'' if o.default == 'required' else 'default '}{o.default})") for o in options if o.when == when]
+        with formatter.section(f"Options with {when}" if when else "Recipe options, as section.field=value"):
+            formatter.write_dl(rows, col_max=44)
+
+
+def split_overrides(args: tuple[str, ...]) -> tuple[str, ...]:
+    """`a.b=v`, `--a.b=v` and `--a.b v` in any mixture, each as `a.b=v`. Raises ConfigError on an option without a value."""
+    out, rest = [], list(args)
+    while rest:
+        text = rest.pop(0)
+        if text.startswith("--") and "=" not in text:
+            if not rest:
+                raise ConfigError(f"{text}: expected a value after it, as in {text} VALUE or {text.removeprefix('--')}=VALUE")
+            text = f"{text}={rest.pop(0)}"
+        out.append(text.removeprefix("--"))
+    return tuple(out)
+
+
+def _stage(name: str, module: str, text: str) -> click.Command:
+    def run(recipe: Path, overrides: tuple[str, ...]) -> None:
+        from kvshot_ds.config import load_recipe
+
+        resolved = load_recipe(recipe, split_overrides(overrides))
+        importlib.import_module(module).run(resolved)
+
+    return _with_recipe(StageCommand(name, help=text, callback=run, epilog=f"{COMMON}\n\n{RANKS}" if name == "train" else COMMON))
+
+
+def _with_recipe(command: click.Command) -> click.Command:
+    command.params += [click.Argument(["recipe"], type=click.Path(path_type=Path)), click.Argument(["overrides"], nargs=-1, type=click.UNPROCESSED)]
+    command.context_settings["ignore_unknown_options"] = True
+    return command
+
+
+@click.group(cls=OrderedGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 140})
+@click.version_option(__version__, prog_name="kvshot")
+def cli() -> None:
+    """Train and measure speculative-decoding drafters that reuse the target's hidden states and KV cache.
+
+    A recipe is a YAML file; every option in it can be overridden as section.field=value.
+    """
+
+
+for _name, (_module, _text) in STAGES.items():
+    cli.add_command(_stage(_name, _module, _text))
+
+
+@cli.group()
+def config() -> None:
+    """Show a resolved recipe, or the table of all options."""
+
+
+def _show(recipe: Path, overrides: tuple[str, ...]) -> None:
+    """Print the resolved recipe as YAML: defaults, under the file and what it extends, under the overrides."""
+    from kvshot_ds.config import dump_recipe, load_recipe
+
+    click.echo(dump_recipe(load_recipe(recipe, split_overrides(overrides))), nl=False)
+
+
+config.add_command(_with_recipe(click.Command("show", help=_show.__doc__, callback=_show)))
+
+
+@config.command("options")
+@click.argument("section", default="")
+def _options(section: str) -> None:
+    """Print every option of a section (or of all): dotted name, description with its unit, type, default."""
+    formatter = click.HelpFormatter(width=140)
+    write_options(formatter, section_options(section))
+    click.echo(formatter.getvalue().strip("\n"))
+
+
+@cli.command()
+@click.argument("name", type=click.Choice(["smollm2", "tiny"]))
+@click.argument("folder", type=click.Path(path_type=Path))
+def target(name: str, folder: Path) -> None:
+    """Make a small target as a Hugging Face folder: smollm2 (135M, instruct) or tiny (random Qwen3, for trying things)."""
+    click.echo(f"target {name}: {importlib.import_module('data_prep.targets').fetch(name, folder)}")
+
+
+def _complain(text: str) -> None:
+    rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    click.echo(f"kvshot{f' [rank {rank} of {ranks}]' if ranks != '1' else ''}: {text}", err=True)
+
+
+def guarded(call: Callable[[], Any]) -> int:
+    """Exit status of `call`: 0; 2 with a text on stderr for what a user can mend; 130 when interrupted.
+
+    Anything else is a fault of the program and is raised, as is everything if KVSHOT_DEBUG is set.
+    """
+    debug = os.environ.get("KVSHOT_DEBUG", "0") not in ("", "0")
+    try:
+        status = call()
+        return status if isinstance(status, int) else 0
+    except (KvshotError, OSError) as error:
+        if debug:
+            raise
+        _complain(str(error) if isinstance(error, KvshotError) else f"{error} (KVSHOT_DEBUG=1 shows where)")
+        return 2
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        if debug:
+            raise
+        _complain("interrupted; the same command continues where it stopped")
+        return 130
+
+
+def main() -> int:
+    """Entry point of the `kvshot` script, and of `python -m kvshot_ds.cli` as a launcher starts it on every rank."""
+    args = [a for a in sys.argv[1:] if not a.startswith(("--local_rank=", "--local-rank="))]
+    return guarded(lambda: cli.main(args, prog_name="kvshot", standalone_mode=False))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

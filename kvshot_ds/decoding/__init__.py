@@ -1,0 +1,1 @@
+"""Real speculative decoding with the drafter that was trained."""

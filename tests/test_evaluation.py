@@ -1,0 +1,109 @@
+"""Held-out evaluation: counts per conversation, the bigram table by brute force, idempotence, refusals."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from kvshot_ds import evaluation
+from kvshot_ds.config import ObjectiveConfig
+from kvshot_ds.drafters.build import load_drafter
+from kvshot_ds.errors import ConfigError, KvshotError
+from kvshot_ds.evaluation import Bigram, measure
+from kvshot_ds.features.batch import collate
+from kvshot_ds.features.shard import ShardSet
+from kvshot_ds.files import read_json
+from kvshot_ds.objectives.alignment import plan_rows
+from kvshot_ds.objectives.ttt import TTT
+from kvshot_ds.target import load_parts
+from kvshot_ds.training.launch import run as train
+
+pytest_plugins = ["tests.training.conftest"]
+STEPS = 3
+
+
+@pytest.fixture
+def trained(recipe):
+    r = recipe(drafter="hybrid", max_steps=4)
+    train(r)
+    return r
+
+
+def test_bigram_is_the_most_frequent_follower_by_brute_force(tiny_features):
+    shards = ShardSet.open(tiny_features, "train")
+    table = Bigram.count(shards)
+    followers: dict[int, Counter[int]] = {}
+    total = 0
+    for i in range(len(shards)):
+        _, t = shards.read(i)
+        tokens, turn = t["tokens"].tolist(), t["turn"].tolist()
+        for j in range(len(tokens) - 1):
+            if turn[j] and turn[j] == turn[j + 1]:
+                followers.setdefault(tokens[j], Counter())[tokens[j + 1]] += 1
+                total += 1
+    assert table.tokens_counted == total
+    for token, counts in followers.items():
+        assert counts[int(table.follower[token])] == max(counts.values())
+    unseen = next(t for t in range(len(table.follower)) if t not in followers)
+    overall = Counter(b for counts in followers.values() for b in counts.elements())
+    assert overall[int(table.follower[unseen])] == max(overall.values())
+
+
+def test_counts_per_conversation_do_not_depend_on_the_batching(trained, tiny_target):
+    heldout = ShardSet.open(trained.shards_dir, "heldout")
+    drafter, _ = load_drafter(trained.run_dir, "cpu", torch.float32)
+    parts = load_parts(tiny_target)
+    drafter.bind(parts.embedding)
+    objective = TTT(drafter, ObjectiveConfig(steps=STEPS), parts.head)
+    table = Bigram.count(ShardSet.open(trained.shards_dir, "train"))
+    one, many = (measure(objective, heldout, table, n, 0, torch.device("cpu")) for n in (1, 4))
+    assert one.keys == many.keys == tuple(s.key for s in heldout.samples)
+    np.testing.assert_array_equal(one.counts.den, many.counts.den)
+    np.testing.assert_array_equal(one.bigram, many.bigram)
+    np.testing.assert_allclose(one.counts.prob, many.counts.prob, atol=1e-5)
+    for c, sample in enumerate([heldout.read(i) for i in range(len(heldout))]):
+        batch = collate([sample])
+        plan = plan_rows(batch, STEPS)
+        sums = objective(batch.to("cpu", torch.float32), plan, torch.ones(())).sums(plan)
+        assert one.counts.den[c].tolist() == sums.den.tolist() and one.counts.top1[c].tolist() == sums.top1.tolist()
+        hits = sum(
+            int(table.follower[batch.tokens[t + 1]] == batch.teacher_argmax[batch.teacher_index[t + 1]]) for t in plan.anchors.tolist()
+        )  # the bonus token's most frequent follower against the target's arg-max after it
+        assert one.bigram[c] == hits
+
+
+def test_results_are_written_once_and_add_up(trained, capsys):
+    (first,) = evaluation.run(trained)
+    rows = read_json(trained.run_dir / "eval_conversations.json")
+    for k in range(STEPS):
+        assert first["alpha"][k]["num"] == sum(c[k] for c in rows["top1"]) and first["alpha"][k]["den"] == sum(c[k] for c in rows["den"])
+        assert first["alpha"][k]["low"] <= first["alpha"][k]["value"] <= first["alpha"][k]["high"]
+    bigram = first["baselines"]["bigram"]
+    assert bigram["num"] == sum(rows["bigram"]) and bigram["den"] == first["alpha"][0]["den"]
+    assert first["against"][0]["difference"] == pytest.approx(first["alpha"][0]["value"] - bigram["value"])
+    capsys.readouterr()
+    assert evaluation.run(trained) == [first] and "already evaluated" in capsys.readouterr().out
+    again = evaluation.run(trained.model_copy(update={"eval": trained.eval.model_copy(update={"max_conversations": 3})}))
+    assert again[0]["data"]["conversations"] == 3
+
+
+def test_refusals(recipe, trained, tmp_path):
+    with pytest.raises(KvshotError, match="no trained drafter here"):
+        evaluation.run(recipe("nothing"))
+    from data_prep.targets import fetch
+
+    other = fetch("tiny", tmp_path / "other")
+    text = (other / "config.json").read_text()
+    (other / "config.json").write_text(text.replace("{", '{"kvshot_note": 1,', 1))
+    with pytest.raises(ConfigError, match="was trained against the target"):
+        evaluation.run(trained.model_copy(update={"target": trained.target.model_copy(update={"path": other})}))
+    file = trained.run_dir / "drafter" / "model.safetensors"
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
+    save_file({("extra" if k == "fc.weight" else k): v for k, v in tensors.items()}, file)
+    with pytest.raises(KvshotError, match=r"missing \['fc.weight'\], unexpected \['extra'\]"):
+        evaluation.run(trained)
