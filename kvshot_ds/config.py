@@ -140,8 +140,9 @@ class KVSourceConfig(Section):
         "per_layer: draft layer i reads the KV of the i-th of `layers`, unprojected",
     )
     layers: Layers | Literal["eagle3"] = Field("eagle3", description="target layers whose KV is read (0-based); eagle3 = (2, L//2, L-3)")
-    projector_init: Literal["random", "identity_middle"] = Field(
-        "identity_middle", description="start of the projector; identity_middle passes the middle layer through"
+    projector_init: Literal["random", "identity_middle", "identity_last"] = Field(
+        "identity_middle",
+        description="start of the projector; identity_middle passes the middle layer through; identity_last: draft layer i of n passes the i-th of the last n",
     )
 
     def check_depth(self, depth: int) -> None:
@@ -200,7 +201,9 @@ class InitConfig(Section):
     """What the drafter's weights start from. Say in every comparison which was used."""
 
     layers: Literal["random", "target"] = Field(
-        "random", description="random: N(0, 0.02), norms 1; target: fc passes the highest fused layer, attention, MLP and norms from the target's last layer"
+        "random",
+        description="random: N(0, 0.02), norms 1; target: the target's last layers (a cross path: the attention of the layer whose KV its projector passes), "
+        "fc passes the highest fused layer",
     )
     head: Literal["random", "target"] = Field("target", description="target: draft head and final norm start from the target's rows")
 

@@ -21,7 +21,7 @@ class HybridDrafter(HiddenOnlyDrafter):
         super().__init__(g, HiddenOnlyConfig(depth=config.depth, hidden_layers=config.hidden_layers), draft_vocab_size)
 
     def make_layer(self, i: int) -> DraftLayer:
-        projector = make_projector(self.g, self.config.kv, self.kv_layers, i)
+        projector = make_projector(self.g, self.config.kv, self.kv_layers, i, self.config.depth)
         return DraftLayer(self.g, wide=i == 0, self_path=True, cross=True, projector=projector, gate=self.config.gate)
 
     def required_features(self) -> FeatureSpec:

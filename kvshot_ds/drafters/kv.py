@@ -27,11 +27,14 @@ def resolve_kv_layers(config: KVSourceConfig, g: Geometry, depth: int) -> tuple[
     return layers
 
 
-def make_projector(g: Geometry, config: KVSourceConfig, layers: tuple[int, ...], i: int) -> KVProjector | None:
-    """Projector of draft layer i; None for the control without target information."""
+def make_projector(g: Geometry, config: KVSourceConfig, layers: tuple[int, ...], i: int, depth: int) -> KVProjector | None:
+    """Projector of draft layer i of `depth`; None for the control without target information."""
     if config.injection == "none":
         return None
-    return KVProjector(g, (layers[i],) if config.injection == "per_layer" else layers, config.injection, config.projector_init)
+    if config.injection == "per_layer":
+        return KVProjector(g, (layers[i],), config.injection, 0)
+    passes = {"random": None, "identity_middle": len(layers) // 2, "identity_last": max(0, len(layers) - depth + i)}
+    return KVProjector(g, layers, config.injection, passes[config.projector_init])
 
 
 class KVOnlyDrafter(Drafter):
@@ -46,7 +49,8 @@ class KVOnlyDrafter(Drafter):
         super().__init__(g, config.depth, draft_vocab_size)
         self.kv_layers = resolve_kv_layers(config.kv, g, config.depth)
         self.layers = nn.ModuleList(
-            DraftLayer(g, wide=False, self_path=False, cross=True, projector=make_projector(g, config.kv, self.kv_layers, i)) for i in range(config.depth)
+            DraftLayer(g, wide=False, self_path=False, cross=True, projector=make_projector(g, config.kv, self.kv_layers, i, config.depth))
+            for i in range(config.depth)
         )
 
     def required_features(self) -> FeatureSpec:

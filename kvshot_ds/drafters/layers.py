@@ -131,12 +131,12 @@ class KVProjector(nn.Module):
 
     linear: K = W_K [K^1; …; K^m] on rotated keys, V likewise, W [G·D, m·G·D]. linear_rope: keys are un-rotated at
     their absolute positions (fp32), projected, rotated again. per_layer: one layer's KV as it is.
-    init identity_middle: W passes the middle one of the m layers through; random: N(0, 0.02).
+    passes: index of the one of the m layers that W passes through at the start; None starts W at random, N(0, 0.02).
     """
 
-    def __init__(self, g: Geometry, layers: tuple[int, ...], injection: str, init: str):
+    def __init__(self, g: Geometry, layers: tuple[int, ...], injection: str, passes: int | None):
         super().__init__()
-        self.layers, self.injection, self.init = layers, injection, init
+        self.layers, self.injection, self.passes = layers, injection, passes
         self.shape = (g.kv_heads, g.head_dim)
         if injection != "per_layer":
             width = g.kv_heads * g.head_dim
@@ -145,13 +145,12 @@ class KVProjector(nn.Module):
 
     def reset(self) -> None:
         """Starting weights, after the drafter's general initialisation."""
-        if self.injection != "per_layer" and self.init == "identity_middle":
+        if self.injection != "per_layer" and self.passes is not None:
             width = self.k_proj.out_features
-            middle = len(self.layers) // 2
             for proj in (self.k_proj, self.v_proj):
                 with torch.no_grad():
                     proj.weight.zero_()
-                    proj.weight[:, middle * width : (middle + 1) * width] = torch.eye(width)
+                    proj.weight[:, self.passes * width : (self.passes + 1) * width] = torch.eye(width)
 
     def forward(self, keys: dict[int, torch.Tensor], values: dict[int, torch.Tensor], r: Rotation) -> KV:
         """keys, values: target layer -> [T, G, D]; r at the absolute positions of the T entries."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -26,9 +27,11 @@ class StepSums:
     prob: torch.Tensor
 
 
-@dataclass(frozen=True)
-class TTTOutput:
-    """loss: scalar. correct, joint [K, N] bool and prob, row_loss [K, N]: at the valid (step, row) pairs, 0 elsewhere."""
+class TTTOutput(NamedTuple):
+    """loss: scalar. correct, joint [K, N] bool and prob, row_loss [K, N]: at the valid (step, row) pairs, 0 elsewhere.
+
+    A tuple, because the hooks by which ZeRO-3 gathers parameters for the backward pass look for tensors in tuples only.
+    """
 
     loss: torch.Tensor
     correct: torch.Tensor

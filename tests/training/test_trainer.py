@@ -147,3 +147,11 @@ def test_bf16_trains(recipe):
     r = recipe(ds_config="zero2_bf16", max_steps=3)
     run(r)
     assert weights(r)["fc.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("family", DRAFTERS)
+def test_zero3_trains_to_the_same_weights(recipe, family):
+    two, three = recipe("two", family, max_steps=3), recipe("three", family, max_steps=3, ds_config="zero3_fp32")
+    run(two), run(three)
+    for key, value in weights(two).items():
+        torch.testing.assert_close(weights(three)[key], value, rtol=1e-4, atol=2e-5, msg=lambda m, key=key: f"{key}: {m}")
