@@ -100,9 +100,7 @@ class PrepConfig(Section):
 class FeatureConfig(Section):
     """What is captured from the target at every position."""
 
-    hidden_layers: Layers | Literal["eagle3", "none"] = Field(
-        "eagle3", description="0-based layers whose outputs are kept; eagle3 = (1, L//2-1, L-4)"
-    )
+    hidden_layers: Layers | Literal["eagle3", "none"] = Field("eagle3", description="0-based layers whose outputs are kept; eagle3 = (1, L//2-1, L-4)")
     kv_layers: Layers | Literal["eagle3", "none"] = Field(
         "eagle3", description="0-based layers whose KV cache is kept; eagle3 = the layers fed by the hidden ones: (2, L//2, L-3)"
     )

@@ -66,12 +66,9 @@ stage target "$model/config.json" kvshot target "$target" "$model"
 stage prep "$work/prepared/summary.json" kvshot prep "$recipes/base.yaml" "${here[@]}"
 stage capture "$work/features/manifest.json" kvshot capture "$recipes/base.yaml" "${here[@]}"
 for drafter in hidden_only kv_only kv_none hybrid; do train $drafter; done
-for drafter in hidden_only kv_only kv_none hybrid; do
-    stage "eval $drafter" "$work/runs/$drafter/eval.json" kvshot eval "$recipes/$drafter.yaml" "${here[@]}"
-done
-for drafter in hidden_only kv_only hybrid; do
-    stage "decode $drafter" "$work/runs/$drafter/decode.json" kvshot decode "$recipes/$drafter.yaml" "${here[@]}"
-done
+all=$(printf ',%s' "$work"/runs/{hidden_only,kv_only,kv_none,hybrid})
+stage eval "$work/runs/hybrid/eval.json" kvshot eval "$recipes/base.yaml" "${here[@]}" "eval.drafters=[${all:1}]"
+stage decode "$work/runs/hybrid/decode.json" kvshot decode "$recipes/base.yaml" "${here[@]}" "decode.drafters=[${all:1}]"
 stage report "$work/report/index.html" kvshot report "$recipes/base.yaml" "${here[@]}"
 
 printf '\n%-20s %s\n' stage "time of this run"
