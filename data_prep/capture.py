@@ -72,7 +72,7 @@ class CaptureWorker:
         self.job = job
         self._target: Target | None = None
 
-    def capture(self, unit: Unit) -> ShardIndex:
+    def work(self, unit: Unit) -> ShardIndex:
         """Writes the shard of `unit` and its index. Raises KvshotError: target not loadable, disk full, out of memory."""
         try:
             return capture_unit(self._load(), self.job, unit)

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import math
-import os
 import time
-import uuid
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,17 +14,16 @@ import torch
 from tqdm import tqdm
 
 from data_prep.capture import CaptureJob, CaptureWorker, Unit
-from kvshot_ds.config import CaptureConfig, Recipe
+from data_prep.pool import Pool, clear_leftovers, same_configuration, sole_user
+from kvshot_ds.config import Recipe
 from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.features.manifest import SPLITS, Manifest, ShardIndex, Split, SplitCounts, save_token_counts
 from kvshot_ds.features.shard import ShardReader
 from kvshot_ds.features.spec import FeatureSpec, teacher_rows
-from kvshot_ds.files import read_json, write_atomic
+from kvshot_ds.files import write_atomic
 from kvshot_ds.geometry import Geometry
 from kvshot_ds.provenance import stamp, versions
 from kvshot_ds.target import load_geometry, tokenizer_digest, weights_digest
-
-TRIES = 3  # workers that one unit may lose before the capture gives up
 
 
 @dataclass(frozen=True)
@@ -72,18 +65,18 @@ def run(recipe: Recipe) -> CaptureSummary:
     """
     began = time.perf_counter()
     plan = make_plan(recipe)
-    with _sole_user(plan.folder):
-        _same_configuration(plan)
+    with sole_user(plan.folder, "kvshot capture"):
+        if not same_configuration(plan.folder, plan.configuration) and any(plan.folder.glob("*.tar")):
+            raise ConfigError(f"{plan.folder}: holds tars but no provenance.json that says where they come from; set shards to another folder")
         todo = [unit for unit in plan.units if not is_done(plan.folder, unit)]
         manifest_path = Manifest.path(plan.folder)
         if not todo and manifest_path.is_file():
             print(f"capture: {plan.folder} is complete already")
             return _summary(plan, len(plan.units), 0, time.perf_counter() - began)
         manifest_path.unlink(missing_ok=True)
-        _clean(plan.folder)
         stamp(plan.folder, recipe, configuration=plan.configuration)
         captured = _capture(recipe, plan, todo) if todo else 0
-        _clean(plan.folder)
+        clear_leftovers(plan.folder)
         _finish(recipe, plan)
         return _summary(plan, len(plan.units) - len(todo), captured, time.perf_counter() - began)
 
@@ -143,73 +136,6 @@ def is_done(folder: Path, unit: Unit) -> bool:
         return False
 
 
-@contextmanager
-def _sole_user(folder: Path) -> Iterator[None]:
-    """Holds the folder's lock, which the system lets go whenever this process ends. Raises ConfigError if another capture holds it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"{folder}: another kvshot capture is writing there; wait for it, or set shards to another folder") from None
-        yield
-
-
-def _clean(folder: Path) -> None:
-    """Removes what writers that were killed left beside the files they were writing."""
-    for leftover in folder.glob(".*.tmp"):
-        leftover.unlink(missing_ok=True)
-
-
-def _same_configuration(plan: Plan) -> None:
-    """Raises ConfigError naming each value in which the folder's shards differ from what is asked for."""
-    path = plan.folder / "provenance.json"
-    if not path.is_file():
-        if any(plan.folder.glob("*.tar")):
-            raise ConfigError(f"{plan.folder}: holds tars but no provenance.json that says where they come from; set shards to another folder")
-        return
-    try:
-        before = read_json(path)["configuration"]
-        changed = [name for name, value in plan.configuration.items() if before.get(name) != value]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}: not the provenance of a capture ({error}); set shards to another folder") from None
-    if changed:
-        lines = [f"  {name}: there {_short(before.get(name))}, now {_short(plan.configuration[name])}" for name in changed]
-        raise ConfigError(f"{plan.folder}: holds features of another configuration; set shards to another folder, or delete it\n" + "\n".join(lines))
-
-
-def _short(value: Any) -> str:
-    """`value` for an error text, with digests cut."""
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_short(part)}" for name, part in value.items())
-    return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else str(value)
-
-
-@contextmanager
-def ray_session(section: str, workers: int, cpus: float, gpus: float) -> Iterator[None]:
-    """Ray with room for `workers` actors of `cpus` and `gpus` each: the connection there is, the cluster of RAY_ADDRESS, or a Ray of
-    this process's own, which ends with it. Raises ConfigError if a cluster has less; `section` names the options in the text."""
-    import ray
-
-    own = not ray.is_initialized()
-    if own:
-        address = os.environ.get("RAY_ADDRESS", "local")
-        local: dict[str, Any] = (
-            {"num_cpus": math.ceil(workers * cpus), "include_dashboard": False, "object_store_memory": 1 << 27} if address == "local" else {}
-        )
-        ray.init(address=address, logging_level="WARNING", log_to_driver=False, **local)
-    try:
-        room = ray.cluster_resources()
-        for kind, each, option in (("CPU", cpus, "cpus_per_worker"), ("GPU", gpus, "gpus_per_worker")):
-            need, has = workers * each, room.get(kind, 0)
-            if need > has:
-                raise ConfigError(f"{section}.workers={workers} with {section}.{option}={each:g} need {need:g} {kind}s, Ray has {has:g}; lower one of them")
-        yield
-    finally:
-        if own:
-            ray.shutdown()
-
-
 def _capture(recipe: Recipe, plan: Plan, todo: Sequence[Unit]) -> int:
     """Captures the units and returns their tokens."""
     options = recipe.capture
@@ -219,64 +145,14 @@ def _capture(recipe: Recipe, plan: Plan, todo: Sequence[Unit]) -> int:
     total = sum(unit.count for unit in plan.units)
     began, tokens = time.perf_counter(), 0
     with (
-        ray_session("capture", options.workers, options.cpus_per_worker, options.gpus_per_worker),
+        Pool("capture", options, CaptureWorker, job) as pool,
         tqdm(total=total, initial=total - sum(u.count for u in todo), desc="capture", unit="conv", dynamic_ncols=True) as bar,
     ):
-
-        def done(unit: Unit, index: ShardIndex) -> None:
-            nonlocal tokens
+        for unit, index in pool.map(todo):
             tokens += sum(sample.tokens for sample in index.samples)
             bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):.0f} tokens/s", refresh=False)
             bar.update(unit.count)
-
-        _over_actors(job, options, todo, done, bar.write)
     return tokens
-
-
-def _over_actors(job: CaptureJob, options: CaptureConfig, todo: Sequence[Unit], done: Callable[[Unit, ShardIndex], None], say: Callable[[str], None]) -> None:
-    """Works through `todo`, one unit in flight per actor. A unit whose worker dies goes first to a fresh one; nothing but names,
-    paths and counts passes through Ray."""
-    import ray
-    from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
-
-    actor_class = ray.remote(num_cpus=options.cpus_per_worker, num_gpus=options.gpus_per_worker)(CaptureWorker)
-    name, waiting, deaths = f"kvshot-capture-{uuid.uuid4().hex[:8]}", deque(todo), Counter[Unit]()
-    started: list[Any] = []
-    in_flight: dict[Any, tuple[Any, Unit]] = {}  # a result to come -> its actor and unit
-
-    def start() -> Any:
-        started.append(actor_class.options(name=f"{name}-{len(started)}").remote(job))
-        return started[-1]
-
-    def submit(actor: Any) -> None:
-        unit = waiting.popleft()
-        in_flight[actor.capture.remote(unit)] = (actor, unit)
-
-    try:
-        for _ in range(min(options.workers, len(todo))):
-            submit(start())
-        while in_flight:
-            (result,), _rest = ray.wait(list(in_flight), num_returns=1)
-            actor, unit = in_flight.pop(result)
-            try:
-                done(unit, ray.get(result))
-            except RayTaskError as error:
-                if isinstance(error.cause, KvshotError):
-                    raise error.cause from None
-                raise
-            except (RayActorError, WorkerCrashedError, OutOfMemoryError) as error:
-                deaths[unit] += 1
-                if deaths[unit] >= TRIES:
-                    why = (str(error).splitlines() or [type(error).__name__])[0]
-                    raise KvshotError(f"{unit}: lost its worker {TRIES} times ({why}); if memory ran out, lower capture.tokens_per_batch") from None
-                say(f"capture: a worker died on {unit}; the unit goes to a fresh one")
-                waiting.appendleft(unit)
-                actor = start()
-            if waiting:
-                submit(actor)
-    finally:
-        for actor in started:
-            ray.kill(actor)
 
 
 def _finish(recipe: Recipe, plan: Plan) -> None:

@@ -11,6 +11,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from tqdm import tqdm
+
 from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.files import read_json
 
@@ -81,8 +83,8 @@ class Pool:
                 deaths[number] += 1
                 if deaths[number] >= TRIES:
                     why = (str(error).splitlines() or [type(error).__name__])[0]
-                    raise KvshotError(f"{self.section}: one unit lost its worker {TRIES} times ({why}); if memory ran out, use smaller batches") from None
-                print(f"{self.section}: a worker died; its unit goes to a fresh one")
+                    raise KvshotError(f"{unit}: lost its worker {TRIES} times ({why}); if memory ran out, use smaller batches") from None
+                tqdm.write(f"{self.section}: a worker died on {unit}; the unit goes to a fresh one")
                 waiting.appendleft((number, unit))
                 continue
             self._idle.append(actor)
@@ -136,9 +138,14 @@ def sole_user(folder: Path, command: str) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"{folder}: another {command} is writing there; wait for it, or use another folder") from None
-        for leftover in folder.rglob(".*.tmp"):
-            leftover.unlink(missing_ok=True)
+        clear_leftovers(folder)
         yield
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Removes what killed writers left beside the files they were writing. Only under the folder's lock."""
+    for leftover in folder.rglob(".*.tmp"):
+        leftover.unlink(missing_ok=True)
 
 
 def same_configuration(folder: Path, now: Mapping[str, Any]) -> bool:
@@ -162,4 +169,6 @@ def same_configuration(folder: Path, now: Mapping[str, Any]) -> bool:
 
 def _short(value: Any) -> str:
     """`value` for an error text, with digests cut."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_short(part)}" for name, part in value.items())
     return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else str(value)

@@ -89,6 +89,9 @@ class Unit:
     count: int = 0
     conversations: tuple[Conversation, ...] = ()
 
+    def __str__(self) -> str:
+        return f"{'prompts' if self.count else 'answers'} unit {self.index}"
+
 
 class Writer:
     """Ray actor of prep: one process holding the target."""

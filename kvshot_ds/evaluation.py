@@ -24,7 +24,7 @@ from kvshot_ds.files import read_json, write_json
 from kvshot_ds.metrics import StepCounts
 from kvshot_ds.objectives.alignment import RowPlan, plan_rows
 from kvshot_ds.objectives.ttt import TTT
-from kvshot_ds.provenance import digest
+from kvshot_ds.provenance import digest, origin
 from kvshot_ds.target import load_parts, weights_digest
 
 
@@ -111,6 +111,7 @@ def evaluate(recipe: Recipe, folder: Path, place: Path, heldout: ShardSet, bigra
         TTT(drafter, recipe.train.objective, parts.head), heldout, bigram, recipe.eval.conversations_per_micro_batch, recipe.eval.max_conversations, device
     )
     result = {"name": place.name, "digest": stamp, **_summary(recipe, info, drafter, held, bigram), "seconds": time.monotonic() - started}
+    result["provenance"] = origin(options=recipe.eval.model_dump(mode="json"))
     c = held.counts
     write_json(
         place / "eval_conversations.json",

@@ -47,7 +47,12 @@ def digest(*parts: Section | str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def origin(**facts: Any) -> dict[str, Any]:
+    """Command, versions, commit and `facts`: what is stored beside or inside every output."""
+    return {"command": sys.argv, "versions": versions(), "git_commit": git_commit(), **facts}
+
+
 def stamp(folder: Path, recipe: Recipe, **facts: Any) -> None:
-    """Writes `recipe.yaml` (resolved) and `provenance.json` (command, versions, commit, `facts`) into `folder`."""
+    """Writes `recipe.yaml` (resolved) and `provenance.json` (`origin`) into `folder`."""
     write_atomic(folder / "recipe.yaml", dump_recipe(recipe))
-    write_json(folder / "provenance.json", {"command": sys.argv, "versions": versions(), "git_commit": git_commit(), **facts})
+    write_json(folder / "provenance.json", origin(**facts))

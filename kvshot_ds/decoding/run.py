@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.features.spec import DTYPES
 from kvshot_ds.files import read_json, write_json
 from kvshot_ds.metrics import StepCounts, alpha_at, bootstrap
-from kvshot_ds.provenance import digest, git_commit, versions
+from kvshot_ds.provenance import digest, origin
 from kvshot_ds.target import Target, load_geometry, weights_digest
 
 _WARM_UP = 8  # tokens decoded both ways before the first prompt is timed
@@ -80,7 +79,7 @@ def run(recipe: Recipe) -> dict[str, dict[str, Any]]:
         drafter.bind(target.model.get_input_embeddings().weight)
         compared = compare(target, drafter, prompts, recipe.decode, place.name)
         result = {"name": place.name, "digest": stamp, **summary(recipe, target, compared), "skipped": skipped}
-        result["provenance"] = {"command": sys.argv, "versions": versions(), "git_commit": git_commit(), "options": recipe.decode.model_dump(mode="json")}
+        result["provenance"] = origin(options=recipe.decode.model_dump(mode="json"))
         write_json(place / "decode.json", result)
         results[str(place)] = result
     print(table(list(results.values())))

@@ -127,9 +127,9 @@ def test_worker_says_what_a_user_can_mend(target: Target, tmp_path: Path) -> Non
     job = job_for(target, tmp_path / "out")
     (tmp_path / "file").write_text("")
     with pytest.raises(KvshotError, match=r"train-000000\.tar \(lines 1 to 1 of .*\): .*file"):
-        CaptureWorker(dataclasses.replace(job, folder=tmp_path / "file")).capture(unit)
+        CaptureWorker(dataclasses.replace(job, folder=tmp_path / "file")).work(unit)
     with pytest.raises(ConfigError, match="no such folder"):
-        CaptureWorker(dataclasses.replace(job, target=TargetConfig(path=tmp_path / "gone"))).capture(unit)
+        CaptureWorker(dataclasses.replace(job, target=TargetConfig(path=tmp_path / "gone"))).work(unit)
 
     def out_of_memory(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
@@ -139,5 +139,5 @@ def test_worker_says_what_a_user_can_mend(target: Target, tmp_path: Path) -> Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(target, "features", out_of_memory)
         with pytest.raises(KvshotError, match=r"out of memory.*lower capture\.tokens_per_batch \(now 128\)"):
-            worker.capture(unit)
+            worker.work(unit)
     assert not list((tmp_path / "out").glob("*")), "a unit that failed left a file"

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +20,9 @@ import pytest
 import ray
 
 from data_prep import orchestrate
-from data_prep.capture import CaptureJob, CaptureWorker, Unit
+from data_prep.capture import Unit
 from data_prep.orchestrate import CaptureSummary, make_plan, run
+from data_prep.pool import Pool, sole_user
 from kvshot_ds.config import Recipe, dump_recipe
 from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.features.manifest import Manifest, ShardIndex, load_token_counts
@@ -110,12 +111,12 @@ def test_a_rerun_says_so_and_touches_nothing(whole: tuple[Path, CaptureSummary],
 def without_actors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units are captured in this process: for tests of what stands around the actors."""
 
-    def loop(job: CaptureJob, _options: object, todo: Sequence[Unit], done: Callable[[Unit, ShardIndex], None], _say: object) -> None:
-        worker = CaptureWorker(job)
-        for unit in todo:
-            done(unit, worker.capture(unit))
+    def loop(pool: Pool, units: Iterable[Unit]) -> Iterator[tuple[Unit, ShardIndex]]:
+        worker = pool.worker(*pool.arguments)
+        for unit in units:
+            yield unit, worker.work(unit)
 
-    monkeypatch.setattr(orchestrate, "_over_actors", loop)
+    monkeypatch.setattr(Pool, "map", loop)
 
 
 def when(ready: Callable[[], bool], act: Callable[[], None]) -> threading.Thread:
@@ -253,7 +254,7 @@ def test_mistakes_are_found_before_any_worker_starts(tiny_target: Path, prepared
 
 
 def test_two_captures_in_one_folder_are_refused(tiny_target: Path, prepared: Path, tmp_path: Path) -> None:
-    with orchestrate._sole_user(tmp_path / "features"), pytest.raises(ConfigError, match="another kvshot capture"):
+    with sole_user(tmp_path / "features", "kvshot capture"), pytest.raises(ConfigError, match="another kvshot capture"):
         run(recipe(tiny_target, prepared, tmp_path / "features"))
 
 
@@ -264,7 +265,7 @@ def test_a_unit_that_kills_its_worker_ends_the_capture(tiny_target: Path, prepar
         def __init__(self, job: object) -> None:
             pass
 
-        def capture(self, unit: object) -> None:
+        def work(self, unit: object) -> None:
             with open(tally, "a") as file:
                 file.write(f"{unit.shard}\n")  # type: ignore[attr-defined]
             os._exit(1)
@@ -280,7 +281,7 @@ def test_an_error_in_a_worker_reaches_the_user_as_it_is(tiny_target: Path, prepa
         def __init__(self, job: object) -> None:
             pass
 
-        def capture(self, unit: object) -> None:
+        def work(self, unit: object) -> None:
             from kvshot_ds.errors import KvshotError
 
             raise KvshotError("no space left")

@@ -50,8 +50,8 @@ def recipe(tiny_features: Path, tiny_target: Path, tmp_path: Path):
 
     def make(name: str = "run", drafter: str | dict = "hidden_only", **train: object) -> Recipe:
         options = {
-            "drafter": DRAFTERS[drafter] if isinstance(drafter, str) else drafter, "draft_vocab_size": 100, "objective": {"steps": 3}, "conversations_per_step": 4,
-            "data_workers": 0, "log_every": 2, "checkpoint_every": 3, "threads_per_rank": 1, **train,
+            "drafter": DRAFTERS[drafter] if isinstance(drafter, str) else drafter, "draft_vocab_size": 100, "objective": {"steps": 3},
+            "conversations_per_step": 4,            "data_workers": 0, "log_every": 2, "checkpoint_every": 3, "threads_per_rank": 1, **train,
         }  # fmt: skip
         target = {"path": tiny_target, "dtype": "fp32", "device": "cpu"}
         return Recipe.model_validate({"name": name, "work": tmp_path, "shards": tiny_features, "target": target, "train": options})
