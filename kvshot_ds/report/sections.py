@@ -19,7 +19,7 @@ from kvshot_ds.report.running import decoding_blocks, training_blocks
 SMALL_RUN = 10_000
 ONE_SEED = "One seed: intervals are over held-out conversations only, not over training seeds."
 _SEEDS = "Intervals are over held-out conversations only, not over training seeds; runs that differ in their seed stand side by side."
-_INIT_LAYERS = {"random": "at random, N(0, 0.02)", "target": "from the target's last layer"}
+_INIT_LAYERS = {"random": "at random, N(0, 0.02)", "target": "from the target's layers"}
 _DEFINITIONS = (
     ("αₖ", "step-wise acceptance: share of the held-out rows supervised at draft step k whose draft arg-max is the target's; teacher-forced"),
     ("jointₖ", "share of those rows that are right at all steps up to k"),
