@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 from pathlib import Path
 
 import pytest
+
+from kvshot_ds.config import Recipe
+
+DRAFTERS = {
+    "hidden_only": {"family": "hidden_only"},
+    "kv_only": {"family": "kv_only", "depth": 2},
+    "hybrid": {"family": "hybrid"},
+}
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +33,51 @@ def smollm2_target() -> Path:
     if not (folder / "config.json").is_file():
         pytest.skip(f"{folder}: SmolLM2 is not there; `kvshot target smollm2 {folder}` makes it, KVSHOT_SMOLLM2 names another folder")
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_features(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
+    """Feature shards of 42 + 9 short conversations with the tiny target."""
+    from data_prep.orchestrate import run
+    from kvshot_ds.target import load_geometry
+
+    g = load_geometry(tiny_target)
+    work, rng = tmp_path_factory.mktemp("data"), random.Random(0)
+    for split, count in (("train", 42), ("heldout", 9)):
+        lines = []
+        for i in range(count):
+            prompt, answer = rng.randint(4, 9), rng.randint(4, 14)
+            first = rng.randrange(3, g.vocab_size - 20)
+            tokens = [rng.randrange(3, g.vocab_size) for _ in range(prompt)] + [first + j for j in range(answer)]
+            lines.append(json.dumps({"id": f"{split}{i:03d}", "messages": [], "tokens": tokens, "turn": [0] * prompt + [1] * answer, "source": "test"}))
+        (work / "prepared").mkdir(exist_ok=True)
+        (work / "prepared" / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    (work / "prepared" / "summary.json").write_text("{}")
+    run(
+        Recipe.model_validate(
+            {"name": "data", "work": work, "target": {"path": tiny_target, "dtype": "fp32", "device": "cpu"}, "capture": {"conversations_per_shard": 16}}
+        )
+    )
+    return work / "features"
+
+
+@pytest.fixture
+def recipe(tiny_features: Path, tiny_target: Path, tmp_path: Path, one_rank: None):
+    """recipe(name, family, train options) -> Recipe with its own work folder over the shared shards."""
+
+    def make(name: str = "run", drafter: str | dict = "hidden_only", **train: object) -> Recipe:
+        small = {"draft_vocab_size": 100, "objective": {"steps": 3}, "conversations_per_step": 4, "checkpoint_every": 3}
+        here = {"data_workers": 0, "log_every": 2, "threads_per_rank": 1}
+        options = {"drafter": DRAFTERS[drafter] if isinstance(drafter, str) else drafter, **small, **here, **train}
+        target = {"path": tiny_target, "dtype": "fp32", "device": "cpu"}
+        return Recipe.model_validate({"name": name, "work": tmp_path, "shards": tiny_features, "target": target, "train": options})
+
+    return make
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training sets the rank's variables in os.environ; they must not outlive the test."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR"):
+        monkeypatch.setenv(name, "x")
+        monkeypatch.delenv(name)

@@ -21,7 +21,6 @@ from kvshot_ds.objectives.ttt import TTT
 from kvshot_ds.target import load_parts
 from kvshot_ds.training.launch import run as train
 
-pytest_plugins = ["tests.training.conftest"]
 STEPS = 3
 
 

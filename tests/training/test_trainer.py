@@ -18,7 +18,7 @@ from kvshot_ds.config import Recipe, dump_recipe
 from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.files import read_json
 from kvshot_ds.training.launch import run
-from tests.training.conftest import DRAFTERS
+from tests.conftest import DRAFTERS
 
 
 def weights(recipe: Recipe) -> dict[str, torch.Tensor]:
