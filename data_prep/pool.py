@@ -113,7 +113,7 @@ def ray_session(section: str, resources: Resources) -> Iterator[None]:
         address = os.environ.get("RAY_ADDRESS", "local")
         cores = math.ceil(resources.workers * resources.cpus_per_worker)
         local: dict[str, Any] = {"num_cpus": cores, "include_dashboard": False, "object_store_memory": 1 << 27} if address == "local" else {}
-        ray.init(address=address, logging_level="WARNING", log_to_driver=False, **local)
+        ray.init(address=address, logging_level="ERROR", log_to_driver=False, **local)
     try:
         room = ray.cluster_resources()
         for kind, each, option in (("CPU", resources.cpus_per_worker, "cpus_per_worker"), ("GPU", resources.gpus_per_worker, "gpus_per_worker")):

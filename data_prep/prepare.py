@@ -314,6 +314,8 @@ def _report(found: PrepSummary, folder: Path) -> PrepSummary:
     print(f"prep: {found.kept} kept, {found.duplicates} duplicates dropped, {found.quarantined} quarantined, {found.cut} cut at max_length")
     for name, split in (("train", found.train), ("heldout", found.heldout)):
         print(f"prep: {name}: {split.conversations} conversations, {split.tokens:,} tokens, {split.supervised:,} of them supervised")
+    if not found.heldout.conversations:
+        print("prep: nothing is held out, so kvshot eval and decode will have nothing to measure on; prepare more, or raise prep.heldout_fraction")
     if found.quarantined:
         print(f"prep: reasons in {folder / 'quarantine.jsonl'}")
     print(f"prep: {found.generated:,} answer tokens, {found.seconds:.0f} s, in {folder}")

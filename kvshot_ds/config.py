@@ -289,6 +289,7 @@ class ReportConfig(Section):
     """One self-contained HTML page of everything measured."""
 
     title: str = Field("kvshot-ds report", description="heading of the page")
+    note: str | None = Field(None, description="what a reader must know of these numbers, shown with them")
     runs: tuple[Path, ...] = Field((), description="run folders shown; empty means every run below work/runs")
 
 

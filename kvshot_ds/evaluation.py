@@ -72,7 +72,7 @@ def run(recipe: Recipe) -> list[dict[str, Any]]:
     folders = [find_drafter(Path(p)) for p in recipe.eval.drafters or (recipe.run_dir,)]
     train, heldout = ShardSet.open(recipe.shards_dir, "train"), ShardSet.open(recipe.shards_dir, "heldout")
     if not len(heldout):
-        raise ConfigError(f"{recipe.shards_dir}: the held-out split is empty; prepare with prep.heldout_fraction > 0")
+        raise ConfigError(f"{recipe.shards_dir}: the held-out split is empty; prepare more conversations, or with a larger prep.heldout_fraction")
     bigram: Bigram | None = None
     results = []
     for folder in folders:
@@ -107,9 +107,8 @@ def evaluate(recipe: Recipe, folder: Path, place: Path, heldout: ShardSet, bigra
         )
     parts = load_parts(recipe.target.path, device, torch.float32)
     drafter.bind(parts.embedding)
-    held = measure(
-        TTT(drafter, recipe.train.objective, parts.head), heldout, bigram, recipe.eval.conversations_per_micro_batch, recipe.eval.max_conversations, device
-    )
+    objective = TTT(drafter, recipe.train.objective, parts.head)
+    held = measure(objective, heldout, bigram, recipe.eval.conversations_per_micro_batch, recipe.eval.max_conversations, device, place.name)
     result = {"name": place.name, "digest": stamp, **_summary(recipe, info, drafter, held, bigram), "seconds": time.monotonic() - started}
     result["provenance"] = origin(options=recipe.eval.model_dump(mode="json"))
     c = held.counts
@@ -129,7 +128,7 @@ def evaluate(recipe: Recipe, folder: Path, place: Path, heldout: ShardSet, bigra
 
 
 @torch.inference_mode()
-def measure(objective: TTT, heldout: ShardSet, bigram: Bigram, together: int, most: int, device: torch.device) -> Held:
+def measure(objective: TTT, heldout: ShardSet, bigram: Bigram, together: int, most: int, device: torch.device, name: str = "") -> Held:
     """Counts of every held-out conversation with supervised rows (the first `most`, 0 for all), `together` in one forward."""
     steps = objective.config.steps
     chosen = [i for i, s in enumerate(heldout.samples) if s.rows][: most or None]
@@ -139,7 +138,7 @@ def measure(objective: TTT, heldout: ShardSet, bigram: Bigram, together: int, mo
     parts, hits = [], []
     wanted = ("tokens", "turn", *objective.drafter.required_features().keys())
     one = torch.ones((), device=device)
-    for at in tqdm(range(0, len(chosen), together), desc="eval", unit="batch", mininterval=2):
+    for at in tqdm(range(0, len(chosen), together), desc=f"eval {name}", unit="batch", mininterval=2):
         batch = collate([heldout.read(i, wanted) for i in chosen[at : at + together]])
         plan = plan_rows(batch, steps)
         hits.append(_bigram_hits(batch, plan, bigram))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -47,9 +48,19 @@ def digest(*parts: Section | str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def _command() -> list[str]:
+    """The command that made this output; under a launcher, with its number of ranks."""
+    program = Path(sys.argv[0])
+    arguments = [a for a in sys.argv[1:] if not a.startswith("--local_rank")]
+    if program.name not in ("cli.py", "kvshot"):
+        return [program.name, *arguments]
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    return ["kvshot", *arguments] if ranks == "1" else ["deepspeed", "--num_accelerators", ranks, "--module", "kvshot_ds.cli", *arguments]
+
+
 def origin(**facts: Any) -> dict[str, Any]:
     """Command, versions, commit and `facts`: what is stored beside or inside every output."""
-    return {"command": sys.argv, "versions": versions(), "git_commit": git_commit(), **facts}
+    return {"command": _command(), "versions": versions(), "git_commit": git_commit(), **facts}
 
 
 def stamp(folder: Path, recipe: Recipe, **facts: Any) -> None:

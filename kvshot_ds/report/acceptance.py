@@ -72,8 +72,8 @@ def comparison_blocks(comparisons: list[Comparison]) -> list[Block]:
     rows, levels = [], {c.confidence for c in comparisons if c.difference}
     for c in comparisons:
         if c.difference is not None:
-            value = Cell(b.signed(c.difference.value, c.digits), value=c.difference.value)
-            interval = Cell(b.bounds(c.difference, c.digits), f"{c.confidence:.0%}" if len(levels) > 1 else "")
+            value = Cell(b.signed(c.difference.value), value=c.difference.value)
+            interval = Cell(b.bounds(c.difference), f"{c.confidence:.0%}" if len(levels) > 1 else "")
             names = (Cell(f"{c.first} − {c.second}", c.reason), Cell(c.metric), Cell(c.verdict))
             rows.append(Row((*names, value, interval, b.counted(c.conversations)), _TONES.get(c.verdict, "")))
     head = ("difference", "of", "verdict", "value", f"{levels.pop():.0%} interval" if len(levels) == 1 else "interval", "conversations")

@@ -17,6 +17,7 @@ RULE = (
 )
 
 BIGRAM = "bigram table"
+_SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,6 @@ class Comparison:
     conversations: int | None = None
     reason: str = ""
     command: str = ""
-
-    @property
-    def digits(self) -> int:
-        return 2 if self.metric == "MAT" else 3
 
     @property
     def verdict(self) -> str:
@@ -68,12 +65,26 @@ def against_control(run: Run, runs: tuple[Run, ...], options: EvalConfig, comman
         command = f"kvshot train {shlex.quote(str(run.folder / 'recipe.yaml'))} name={run.name}-none train.drafter.kv.injection=none"
         return [Comparison(run.name, "its none control", "α₀ and MAT", None, reason=reason, command=command)]
     alike = [r for r in controls if r.seed == run.seed] or controls
-    return [c for control in alike for c in _between(run, control, options, commands)]
+    return [c for control in alike for c in _between(run, control, [("α₀", alpha_at(0)), ("MAT", mat_of)], options, commands)]
 
 
-def _between(run: Run, control: Run, options: EvalConfig, commands: dict[str, str]) -> list[Comparison]:
-    """The two comparisons of one run with one control."""
-    metrics: list[tuple[str, Statistic]] = [("α₀", alpha_at(0)), ("MAT", mat_of)]
+def against_hidden(run: Run, runs: tuple[Run, ...], options: EvalConfig, commands: dict[str, str]) -> list[Comparison]:
+    """First and last alpha and MAT of a run that reads the target's KV minus those of hidden-only runs, of the same seed where
+    there is one: the paper's question. [] for other runs."""
+    drafter = run.drafter
+    if drafter is None or drafter.family == "hidden_only" or drafter.injection == "none":
+        return []
+    anchors = [r for r in runs if r.drafter and r.drafter.family == "hidden_only" and r.evaluation]
+    if not anchors or run.evaluation is None:
+        return []
+    last = min(len(r.evaluation.alpha) for r in (run, *anchors) if r.evaluation) - 1
+    metrics = [("α₀", alpha_at(0)), (f"α{str(last).translate(_SUBSCRIPTS)}", alpha_at(last)), ("MAT", mat_of)]
+    alike = [r for r in anchors if r.seed == run.seed] or anchors
+    return [c for anchor in alike for c in _between(run, anchor, metrics, options, commands)]
+
+
+def _between(run: Run, control: Run, metrics: list[tuple[str, Statistic]], options: EvalConfig, commands: dict[str, str]) -> list[Comparison]:
+    """The comparisons of one run with another."""
     for side in (run, control):
         if side.evaluation is None or side.conversations is None:
             reason = f"{side.name} has no eval.json with eval_conversations.json"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -103,7 +103,8 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Run:
-    """One trained drafter's folder. scalars: TensorBoard tag -> ((step, value), ...) in ascending steps."""
+    """One trained drafter's folder. scalars: TensorBoard tag -> ((step, value), ...) in ascending steps. origins: command,
+    versions and commit of each stage that left them."""
 
     name: str
     folder: Path
@@ -113,7 +114,7 @@ class Run:
     conversations: Conversations | None
     decoding: Decoding | None
     scalars: dict[str, tuple[tuple[float, float], ...]]
-    provenance: dict[str, Any] | None
+    origins: tuple[tuple[str, dict[str, Any]], ...]
 
     @property
     def drafter(self) -> Drafter | None:
@@ -168,8 +169,18 @@ def read_run(folder: Path) -> Run:
         conversations=_read(folder / "eval_conversations.json", "kvshot eval", _conversations),
         decoding=_read(folder / "decode.json", "kvshot decode", _decoding),
         scalars=_scalars(folder / "tensorboard"),
-        provenance=_read(folder / "provenance.json", "kvshot train", dict),
+        origins=tuple(_origins(folder)),
     )
+
+
+def _origins(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    trained = _read(folder / "provenance.json", "kvshot train", dict)
+    if trained:
+        yield "train", trained
+    for stage in ("eval", "decode"):
+        found = _read(folder / f"{stage}.json", f"kvshot {stage}", lambda value: value.get("provenance"))
+        if found:
+            yield stage, found
 
 
 def evaluated(runs: tuple[Run, ...]) -> list[tuple[int, Run, Evaluation]]:

@@ -10,7 +10,7 @@ from kvshot_ds.config import Recipe
 from kvshot_ds.report import blocks as b
 from kvshot_ds.report.acceptance import INIT_HEAD, acceptance_blocks, comparison_blocks
 from kvshot_ds.report.blocks import Block, Bullets, Cell, Code, Details, Facts, Row, Section, Table, Text
-from kvshot_ds.report.compare import BIGRAM, Comparison, against_bigram, against_control
+from kvshot_ds.report.compare import BIGRAM, Comparison, against_bigram, against_control, against_hidden
 from kvshot_ds.report.gather import UNKNOWN, Drafter, Run, Work, evaluated
 from kvshot_ds.report.paper import paper_section
 from kvshot_ds.report.running import decoding_blocks, training_blocks
@@ -37,7 +37,9 @@ def build_sections(work: Work, recipe: Recipe) -> list[Section]:
     """All sections in reading order."""
     target = next((e.target for _, _, e in evaluated(work.runs)), recipe.target.path.name)
     commands = {run.name: f"kvshot eval {shlex.quote(str(run.folder / 'recipe.yaml'))}" for run in work.runs}
-    comparisons = [c for run in work.runs for c in (against_bigram(run, commands[run.name]), *against_control(run, work.runs, recipe.eval, commands))]
+    others = (against_control, against_hidden)
+    comparisons = [against_bigram(run, commands[run.name]) for run in work.runs]
+    comparisons += [c for against in others for run in work.runs for c in against(run, work.runs, recipe.eval, commands)]
     return [
         Section("glance", "At a glance", _glance(work.runs, comparisons)),
         Section("what", "What was measured", _what(work, recipe, target)),
@@ -62,7 +64,7 @@ def _glance(runs: tuple[Run, ...], comparisons: list[Comparison]) -> list[Block]
     for c in comparisons:
         if c.difference and c.verdict != "not measured":
             than = "from" if c.verdict == "not told apart" else "than"
-            numbers = f"{b.signed(c.difference.value, c.digits)}, {c.confidence:.0%} interval {b.bounds(c.difference, c.digits)}"
+            numbers = f"{b.signed(c.difference.value)}, {c.confidence:.0%} interval {b.bounds(c.difference)}"
             items.append(f"{c.metric} of {c.first} is {c.verdict} {than} that of {'the ' if c.second == BIGRAM else ''}{c.second} ({numbers}).")
     decoded = [run.decoding for run in runs if run.decoding]
     same, different = sum(d.identical for d in decoded), sum(d.different for d in decoded)
@@ -94,7 +96,8 @@ def _what(work: Work, recipe: Recipe, target: str) -> list[Block]:
     digests = {e.target_digest[:16] for _, _, e in evaluated(work.runs)}
     facts = [("target", f"{target}, weights digest {', '.join(sorted(digests))}" if digests else target), *_data_facts(work, recipe)]
     facts += [(run.name, f"{run.drafter.label}; {init_words(run.drafter)}") for run in work.runs if run.drafter]
-    blocks: list[Block] = [Facts(tuple(facts))]
+    blocks: list[Block] = [Text(recipe.report.note, "note")] if recipe.report.note else []
+    blocks.append(Facts(tuple(facts)))
     conversations = split_counts(work, "train").get("samples")
     if conversations is not None and conversations < SMALL_RUN:
         size = f"This is a small run: {b.integer(conversations)} training conversations, where the paper has about 70,000."
@@ -172,11 +175,11 @@ def _time(work: Work) -> list[Block]:
 
 
 def _provenance(work: Work) -> list[Block]:
-    found = [*work.provenance.items(), *((f"train {run.name}", run.provenance) for run in work.runs if run.provenance)]
+    found = [*work.provenance.items(), *((f"{stage} {run.name}", p) for run in work.runs for stage, p in run.origins)]
     if not found:
         return [b.missing("no provenance.json was found", "prep")]
     rows = [(stage, shlex.join(map(str, p.get("command") or [])), str(p.get("git_commit") or "not in a checkout")) for stage, p in found]
-    commands = Table("Commands, as they were given", ("stage", "command", "git commit"), tuple(Row(tuple(map(Cell, row))) for row in rows), words=3)
+    commands = Table("Commands", ("stage", "command", "git commit"), tuple(Row(tuple(map(Cell, row))) for row in rows), words=3)
     versions: dict[str, dict[str, None]] = {}
     for _, p in found:
         for name, version in (p.get("versions") or {}).items():

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import ds_configs
-from kvshot_ds.config import Recipe, dump_recipe
+from kvshot_ds.config import Recipe, dump_recipe, load_recipe
 from kvshot_ds.drafters.base import Drafter
 from kvshot_ds.drafters.build import DrafterInfo, build_drafter, save_drafter
 from kvshot_ds.drafters.initial import choose_vocab, initialise
@@ -70,11 +70,20 @@ def finished(recipe: Recipe) -> dict[str, Any] | None:
         return None
     found, wanted = read_json(stamped).get("train_digest"), run_digest(recipe)
     if found != wanted:
-        raise ConfigError(
-            f"{recipe.run_dir} holds a run of another configuration (digest {found}, this one is {wanted}; compare its recipe.yaml); give this run another name"
-        )
+        changed = "; ".join(_changed(load_recipe(recipe.run_dir / "recipe.yaml"), recipe)) or "the data or the target"
+        raise ConfigError(f"{recipe.run_dir} holds a run of another configuration ({changed}); give this run another name")
     summary = recipe.run_dir / "train.json"
     return read_json(summary) if summary.is_file() else None
+
+
+def _changed(before: Recipe, now: Recipe) -> list[str]:
+    """The training options that differ."""
+
+    def flat(value: Any, name: str) -> dict[str, Any]:
+        return {k: v for key, inner in value.items() for k, v in flat(inner, f"{name}.{key}").items()} if isinstance(value, dict) else {name: value}
+
+    there, here = (flat(r.train.model_dump(mode="json"), "train") for r in (before, now))
+    return [f"{key}: there {there.get(key)}, now {here.get(key)}" for key in {**there, **here} if there.get(key) != here.get(key)]
 
 
 def run_digest(recipe: Recipe) -> str:
