@@ -127,7 +127,7 @@ def read_unit(unit: Unit, vocab_size: int, max_positions: int) -> tuple[list[Pre
             raw = file.readline()
             try:
                 usable.append(_parse(raw, unit, line, vocab_size, max_positions))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 rejected.append(_reject(unit, line, str(error), raw.decode("utf-8", "replace")))
     return usable, rejected
 

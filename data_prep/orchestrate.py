@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -68,9 +69,10 @@ def run(recipe: Recipe) -> CaptureSummary:
     with sole_user(plan.folder, "kvshot capture"):
         if not same_configuration(plan.folder, plan.configuration) and any(plan.folder.glob("*.tar")):
             raise ConfigError(f"{plan.folder}: holds tars but no provenance.json that says where they come from; set shards to another folder")
-        todo = [unit for unit in plan.units if not is_done(plan.folder, unit)]
         manifest_path = Manifest.path(plan.folder)
-        if not todo and manifest_path.is_file():
+        complete = manifest_path.is_file()
+        todo = [unit for unit in plan.units if not is_done(plan.folder, unit, whole=not complete)]
+        if not todo and complete:
             print(f"capture: {plan.folder} is complete already")
             return _summary(plan, len(plan.units), 0, time.perf_counter() - began)
         manifest_path.unlink(missing_ok=True)
@@ -127,11 +129,13 @@ def cut(split: Split, file: Path, lines: int) -> tuple[list[Unit], str]:
     return units, digest.hexdigest()
 
 
-def is_done(folder: Path, unit: Unit) -> bool:
-    """The unit's index and tar are there and of one size. An index that cannot be read counts as not there."""
+def is_done(folder: Path, unit: Unit, whole: bool) -> bool:
+    """The unit's index and tar are there and of one size, and with `whole` of one checksum. An index that cannot be read counts as not there."""
     try:
         index = ShardIndex.load(folder, unit.shard)
-        return (folder / unit.shard).stat().st_size == index.bytes
+        with open(folder / unit.shard, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            return size == index.bytes and (not whole or hashlib.file_digest(file, "sha256").hexdigest() == index.sha256)
     except (KvshotError, OSError):
         return False
 

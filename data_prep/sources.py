@@ -79,9 +79,10 @@ def read(source: SourceConfig, questions_only: bool) -> Iterator[Conversation | 
             head = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
     except OSError as error:
         raise ConfigError(f"prep.sources: {path} cannot be read ({error.strerror}); expected a file of conversations or prompts") from None
-    if path.suffix not in (".json", ".jsonl") and source.format in ("auto", "prompts"):
+    structured = path.suffix.lower() in (".json", ".jsonl", ".ndjson") or (source.format == "auto" and head in (b"{", b"["))
+    if not structured and source.format in ("auto", "prompts"):
         records = _lines(path, parse=False)
-    elif head == b"[":
+    elif head == b"[" and path.suffix.lower() not in (".jsonl", ".ndjson"):
         records = _json_list(path)
     else:
         records = _lines(path, parse=True)
@@ -126,7 +127,7 @@ def _json_list(path: Path) -> Iterator[_Record]:
         rest = text[at : at + _EXCERPT]
         if rest.startswith("]"):
             if rest[1:].strip():
-                yield _Record(line, rest, error="text after the end of the list")
+                yield _Record(line, rest, error="text after the end of the list; a file of one record a line is named .jsonl")
             return
         try:
             value, end = decoder.raw_decode(text, at)

@@ -86,7 +86,7 @@ class PrepConfig(Section):
     workers: int = Field(1, ge=1, description="Ray actors generating in parallel, each holding the target")
     cpus_per_worker: float = Field(1, gt=0, description="CPU cores of one worker")
     gpus_per_worker: float = Field(0, ge=0, description="GPUs of one worker")
-    seed: int = Field(0, description="seed of sampling")
+    seed: int = Field(0, ge=0, lt=1 << 63, description="seed of sampling")
 
     @model_validator(mode="after")
     def _answers(self) -> PrepConfig:
@@ -248,8 +248,9 @@ class TrainConfig(Section):
     log_every: int = Field(10, ge=1, description="optimizer steps between TensorBoard points")
     checkpoint_every: int = Field(200, ge=1, description="optimizer steps between checkpoints")
     keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints kept")
-    threads_per_rank: int = Field(0, ge=0, description="CPU threads of one rank; 0 leaves torch's choice")
-    seed: int = Field(0, description="seed of weights and data order")
+    threads_per_rank: int = Field(0, ge=0, le=1024, description="CPU threads of one rank; 0 leaves torch's choice")
+    seed: int = Field(0, ge=0, lt=1 << 63, description="seed of weights and data order")
+    verify_shards: bool = Field(True, description="compare every train shard with its checksum once, before the first step")
 
     @field_validator("drafter", mode="before")
     @classmethod
@@ -272,7 +273,7 @@ class EvalConfig(Section):
     bootstrap: int = Field(2000, ge=100, description="bootstrap resamples over conversations")
     confidence: float = Field(0.95, gt=0.5, lt=1, description="coverage of the intervals")
     max_conversations: int = Field(0, ge=0, description="evaluate so many held-out conversations; 0 means all")
-    seed: int = Field(0, description="seed of the bootstrap")
+    seed: int = Field(0, ge=0, lt=1 << 63, description="seed of the bootstrap")
 
 
 class DecodeConfig(Section):
@@ -296,7 +297,7 @@ class ReportConfig(Section):
 class Recipe(Section):
     """All options of all commands."""
 
-    name: str = Field(description="names the run; its outputs go to work/runs/<name>", pattern=r"^[A-Za-z0-9._-]+$")
+    name: str = Field(description="names the run; its outputs go to work/runs/<name>", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     work: Path = Field(description="folder of all outputs")
     prepared: Path | None = Field(None, description="prepared conversations; empty means work/prepared")
     shards: Path | None = Field(None, description="feature shards; empty means work/features")
@@ -340,7 +341,7 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 - a SafeLoader
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such recipe" + (f" (extended by {seen[-1]})" if seen else "")) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected a mapping of options, found {type(data).__name__}")
@@ -372,7 +373,7 @@ def parse_override(text: str) -> dict[str, Any]:
         raise ConfigError(f"{text!r}: an override is written section.field=value, for example train.optim.lr=5e-4")
     try:
         value: Any = yaml.safe_load(raw)
-    except yaml.YAMLError as error:
+    except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{text!r}: the value is not readable: {error}") from None
     for field in reversed(fields):
         value = {field: value}

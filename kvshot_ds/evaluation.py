@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from kvshot_ds import metrics
 from kvshot_ds.config import Recipe
-from kvshot_ds.drafters.build import DrafterInfo, find_drafter, load_drafter
+from kvshot_ds.drafters.build import DrafterInfo, find_drafter, load_drafter, read_info
 from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.features.batch import Batch, collate
 from kvshot_ds.features.manifest import require
@@ -25,7 +25,7 @@ from kvshot_ds.metrics import StepCounts
 from kvshot_ds.objectives.alignment import RowPlan, plan_rows
 from kvshot_ds.objectives.ttt import TTT
 from kvshot_ds.provenance import digest, origin
-from kvshot_ds.target import load_parts, weights_digest
+from kvshot_ds.target import load_geometry, load_parts, weights_digest
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,18 @@ def run(recipe: Recipe) -> list[dict[str, Any]]:
     train, heldout = ShardSet.open(recipe.shards_dir, "train"), ShardSet.open(recipe.shards_dir, "heldout")
     if not len(heldout):
         raise ConfigError(f"{recipe.shards_dir}: the held-out split is empty; prepare more conversations, or with a larger prep.heldout_fraction")
+    heldout.check_bytes()
+    load_geometry(recipe.target.path, recipe.target.trust_remote_code)  # says what is wrong with the folder, if anything is
+    target_digest = weights_digest(recipe.target.path)
     bigram: Bigram | None = None
     results = []
     for folder in folders:
+        info = read_info(folder)
+        if info.target_digest != target_digest:
+            was = f"the target {info.target_name!r} (digest {info.target_digest[:12]})"
+            raise ConfigError(f"{folder} was trained against {was}, not the one in {recipe.target.path} (digest {target_digest[:12]})")
         place = folder.parent if folder.name == "drafter" else folder
-        stamp = _stamp(recipe, folder, heldout)
+        stamp = _stamp(recipe, folder, train, heldout)
         if (place / "eval.json").is_file() and read_json(place / "eval.json").get("digest") == stamp:
             print(f"{place.name}: already evaluated -> {place / 'eval.json'}")
             results.append(read_json(place / "eval.json"))
@@ -88,11 +95,10 @@ def run(recipe: Recipe) -> list[dict[str, Any]]:
     return results
 
 
-def _stamp(recipe: Recipe, folder: Path, heldout: ShardSet) -> str:
+def _stamp(recipe: Recipe, folder: Path, train: ShardSet, heldout: ShardSet) -> str:
     """Digest of what the result depends on: options, drafter files, held-out data."""
     options = recipe.eval.model_copy(update={"drafters": ()})
-    data = repr([(s.key, s.tokens, s.rows) for s in heldout.samples])
-    return digest(options, recipe.train.objective, weights_digest(folder), heldout.manifest.target_digest, data)
+    return digest(options, recipe.train.objective, weights_digest(folder), heldout.manifest.target_digest, heldout.digest, train.digest)
 
 
 def evaluate(recipe: Recipe, folder: Path, place: Path, heldout: ShardSet, bigram: Bigram, stamp: str) -> dict[str, Any]:
@@ -101,10 +107,6 @@ def evaluate(recipe: Recipe, folder: Path, place: Path, heldout: ShardSet, bigra
     device = torch.device("cuda" if recipe.target.device != "cpu" and torch.cuda.is_available() else "cpu")
     drafter, info = load_drafter(folder, device, torch.float32)
     require(heldout.manifest, drafter.required_features(), info.target_digest)
-    if info.target_digest != weights_digest(recipe.target.path):
-        raise ConfigError(
-            f"{folder} was trained against the target {info.target_name!r} (digest {info.target_digest[:12]}), not the one in {recipe.target.path}"
-        )
     parts = load_parts(recipe.target.path, device, torch.float32)
     drafter.bind(parts.embedding)
     objective = TTT(drafter, recipe.train.objective, parts.head)

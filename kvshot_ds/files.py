@@ -7,6 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from kvshot_ds.errors import KvshotError
+
+
+class JsonError(KvshotError, ValueError):
+    """A file that this project writes as JSON and that is none."""
+
 
 def write_atomic(path: Path, data: bytes | str) -> None:
     """Writes beside `path`, fsyncs, renames over it. Raises OSError (disk full, no permission) leaving the old file."""
@@ -28,5 +34,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in `path`."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    """The JSON value in `path`. Raises OSError if it cannot be read, JsonError if it holds something else."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise JsonError(f"{path}: not readable as JSON ({error}): damaged; delete it and run the command that wrote it again") from None

@@ -105,6 +105,8 @@ def test_bad_overrides(text: str) -> None:
         ("target.dtype=fp16", "target.dtype: Input should be 'fp32' or 'bf16' (found 'fp16')"),
         ("target.path=", "target.path: Input"),
         ("name=a/b", "name: String should match pattern"),
+        ("name=..", "name: String should match pattern"),
+        ("train.seed=-1", "train.seed: Input should be greater than or equal to 0"),
         ("prep.sources=[{path: a, fromat: prompts}]", "prep.sources[0].fromat: no such option"),
         ("capture.features.hidden_layers=last", "capture.features.hidden_layers: Input should be a valid tuple"),
         ("capture.features.hidden_layers=[1,1]", "capture.features.hidden_layers: expected at least one layer, none negative, none twice (found [1, 1])"),

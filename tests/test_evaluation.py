@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 
 import numpy as np
@@ -87,6 +88,23 @@ def test_results_are_written_once_and_add_up(trained, capsys):
     assert evaluation.run(trained) == [first] and "already evaluated" in capsys.readouterr().out
     again = evaluation.run(trained.model_copy(update={"eval": trained.eval.model_copy(update={"max_conversations": 3})}))
     assert again[0]["data"]["conversations"] == 3
+
+
+def test_damaged_or_other_features_are_not_mistaken_for_the_ones_measured(trained, tmp_path):
+    evaluation.run(trained)
+    folder = tmp_path / "features"
+    shutil.copytree(trained.shards_dir, folder)
+    other = trained.model_copy(update={"shards": folder})
+    tar = folder / "heldout-000000.tar"
+    raw = bytearray(tar.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    tar.write_bytes(raw)
+    with pytest.raises(KvshotError, match=r"heldout-000000\.tar: sha256 .* damaged"):
+        evaluation.run(other)
+    result = trained.run_dir / "eval.json"
+    result.write_text("{")
+    with pytest.raises(KvshotError, match=r"eval\.json: not readable as JSON"):
+        evaluation.run(trained)
 
 
 def test_refusals(recipe, trained, tmp_path):

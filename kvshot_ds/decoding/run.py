@@ -98,7 +98,8 @@ def _target_digest(recipe: Recipe) -> str:
 def _stamp(recipe: Recipe, folder: Path, target_digest: str, prompts: Sequence[Prompt]) -> str:
     """Digest of everything that decode.json depends on, the machine excepted."""
     options, interval = recipe.decode.model_copy(update={"drafters": ()}), recipe.eval
-    data = repr([(p.id, p.tokens) for p in prompts])
+    stops = Path(recipe.target.path) / "generation_config.json"  # names the stop tokens
+    data = repr(([(p.id, p.tokens) for p in prompts], stops.read_text(encoding="utf-8") if stops.is_file() else None))
     return digest(options, repr((interval.bootstrap, interval.confidence, interval.seed)), recipe.target.device, target_digest, weights_digest(folder), data)
 
 
@@ -118,7 +119,9 @@ def read_prompts(path: Path, options: DecodeConfig, context: int) -> tuple[list[
             try:
                 record = json.loads(line)
                 name, tokens, turn = str(record["id"]), record["tokens"], record["turn"]
-            except (ValueError, KeyError, TypeError) as error:
+                if not all(type(n) is int and n >= 0 for part in (tokens, turn) for n in part):
+                    raise ValueError("tokens and turn must be lists of numbers")
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 found = f"{type(error).__name__}: {error}"
                 raise KvshotError(f"{path}:{number}: expected a conversation as `kvshot prep` writes it, found {found}; prepare again") from None
             first = next((i for i, n in enumerate(turn) if n), None)

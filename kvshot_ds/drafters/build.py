@@ -66,6 +66,8 @@ def find_drafter(folder: Path) -> Path:
     """The drafter folder: `folder` itself, or `folder/drafter` of a run. Raises KvshotError if there is none."""
     for place in (folder, folder / "drafter"):
         if (place / "config.json").is_file():
+            if not (place / "model.safetensors").is_file():
+                raise KvshotError(f"{place}: config.json without model.safetensors; copy the whole folder, or train again")
             return place
     raise KvshotError(f"{folder}: no trained drafter here (neither config.json nor drafter/config.json); has `kvshot train` finished?")
 
@@ -73,13 +75,16 @@ def find_drafter(folder: Path) -> Path:
 def read_info(folder: Path) -> DrafterInfo:
     """config.json of a drafter folder. Raises KvshotError if it is of another format."""
     data = read_json(folder / "config.json")
-    if data.get("format") != FORMAT:
-        raise KvshotError(f"{folder}/config.json: expected format {FORMAT!r}, found {data.get('format')!r}")
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise KvshotError(f"{folder}/config.json: expected format {FORMAT!r}, found {data.get('format') if isinstance(data, dict) else type(data).__name__!r}")
     known = {"format", "drafter", "draft_vocab_size", "target"}
-    config: Any = TypeAdapter(DrafterConfig).validate_python(data["drafter"])
-    target = data["target"]
-    extra = {k: v for k, v in data.items() if k not in known}
-    return DrafterInfo(config, Geometry.from_json(target["geometry"]), data["draft_vocab_size"], target["name"], target["digest"], extra)
+    try:
+        config: Any = TypeAdapter(DrafterConfig).validate_python(data["drafter"])
+        target = data["target"]
+        extra = {k: v for k, v in data.items() if k not in known}
+        return DrafterInfo(config, Geometry.from_json(target["geometry"]), int(data["draft_vocab_size"]), target["name"], target["digest"], extra)
+    except (ValueError, KeyError, TypeError) as error:
+        raise KvshotError(f"{folder}/config.json: not the description of a drafter ({type(error).__name__}: {error}); export or train it again") from None
 
 
 def load_drafter(folder: Path, device: torch.device | str, dtype: torch.dtype) -> tuple[Drafter, DrafterInfo]:

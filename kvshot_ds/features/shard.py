@@ -7,6 +7,7 @@ import json
 import os
 import uuid
 from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -110,13 +111,17 @@ class ShardReader:
         if size != self.index.bytes:
             raise KvshotError(f"{self.path}: {size} bytes, its index says {self.index.bytes}: truncated or replaced; delete it and run kvshot capture again")
 
-    def verify(self) -> None:
-        """Reads every byte: checksum, then every tensor of every sample. Raises KvshotError naming what is wrong."""
+    def check_bytes(self) -> None:
+        """Compares the tar with its checksum. Raises KvshotError if they differ."""
         self.check_size()
         with open(self.path, "rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != self.index.sha256:
             raise KvshotError(f"{self.path}: sha256 {found[:16]}, its index says {self.index.sha256[:16]}: damaged; delete it and run kvshot capture again")
+
+    def verify(self) -> None:
+        """Reads every byte: checksum, then every tensor of every sample. Raises KvshotError naming what is wrong."""
+        self.check_bytes()
         for number, sample in enumerate(self.index.samples):
             if len(teacher_rows(self.read(number)["turn"].numpy())) != sample.rows:
                 raise self._broken(sample, f"its turns do not give the {sample.rows} teacher rows of its index")
@@ -238,6 +243,16 @@ class ShardSet:
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    @property
+    def digest(self) -> str:
+        """Digest of all shards' checksums: equal means the same features in the same order."""
+        return hashlib.sha256("".join(reader.index.sha256 for reader in self.readers).encode()).hexdigest()
+
+    def check_bytes(self) -> None:
+        """`ShardReader.check_bytes` of every shard, several at a time."""
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(ShardReader.check_bytes, self.readers))
 
     def read(self, i: int, keys: Collection[str] | None = None) -> tuple[str, dict[str, torch.Tensor]]:
         """(key, tensors) of sample `i`, as `ShardReader.read`: every tensor, or only those named in `keys`."""

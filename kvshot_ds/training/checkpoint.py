@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch.distributed as dist
@@ -29,7 +30,10 @@ class Progress:
 def save(folder: Path, engine: Any, progress: Progress, rank: int, keep: int) -> None:
     """Engine state (weights, optimizer, schedule) after `progress.step` optimizer steps. All ranks call it; the newest `keep` stay."""
     tag = f"step-{progress.step:08d}"
-    engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+    try:
+        engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+    except (OSError, RuntimeError) as error:  # torch's writer reports a full disk as a RuntimeError
+        raise KvshotError(f"{folder / tag}: the checkpoint cannot be written ({error}); is the disk full? The one before it stays") from None
     dist.barrier()
     if rank == 0:
         write_json(folder / _CURRENT, {"tag": tag, "world_size": dist.get_world_size(), "progress": asdict(progress)})
@@ -43,19 +47,28 @@ def load(folder: Path, engine: Any) -> Progress:
 
     Raises KvshotError if it was written by another number of ranks, or if DeepSpeed cannot read it.
     """
-    if not (folder / _CURRENT).is_file():
+    if not exists(folder):
         return Progress()
     current = read_json(folder / _CURRENT)
+    where = folder / current["tag"]
     progress = Progress(**{**current["progress"], "resumed_from": (*current["progress"]["resumed_from"], current["progress"]["step"])})
     if current["world_size"] != dist.get_world_size():
         raise KvshotError(
             f"{folder}: the checkpoint at step {progress.step} was written by {current['world_size']} rank(s), this run has {dist.get_world_size()}; "
             f"continue with {current['world_size']}, or give the run another name"
         )
-    path, _ = engine.load_checkpoint(str(folder), tag=current["tag"])
+    try:
+        path, _ = engine.load_checkpoint(str(folder), tag=current["tag"])
+    except (OSError, RuntimeError, AssertionError, EOFError, KeyError, UnpicklingError) as error:
+        raise KvshotError(f"{where}: DeepSpeed cannot read this checkpoint ({error}); delete {folder} to start again") from None
     if path is None:
-        raise KvshotError(f"{folder}/{current['tag']}: DeepSpeed found no checkpoint there although {_CURRENT} names it; delete {folder} to start again")
+        raise KvshotError(f"{where}: DeepSpeed found no checkpoint there although {_CURRENT} names it; delete {folder} to start again")
     return progress
+
+
+def exists(folder: Path) -> bool:
+    """Whether there is a checkpoint to continue from."""
+    return (folder / _CURRENT).is_file()
 
 
 def sweep(folder: Path, step: int) -> list[str]:

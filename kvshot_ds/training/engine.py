@@ -40,6 +40,8 @@ def connect(threads: int) -> World:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     # DeepSpeed calls collectives by names that torch is renaming; nothing a user could do about it.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    if missing := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise ConfigError(f"RANK is set but {', '.join(missing)} not: start the ranks with deepspeed or torchrun, or unset RANK for one rank")
     import deepspeed
     from deepspeed.utils import logger
 

@@ -31,6 +31,8 @@ from kvshot_ds.training.engine import World, connect, make_engine, precision
 from kvshot_ds.training.loader import MicroBatch, Schedule, step_batches
 from kvshot_ds.training.watch import Board, Meter, gates, training_scalars
 
+_LOWER = "try a lower train.optim.lr, under another name"
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -68,11 +70,13 @@ def finished(recipe: Recipe) -> dict[str, Any] | None:
     stamped = recipe.run_dir / "provenance.json"
     if not stamped.is_file():
         return None
+    summary = recipe.run_dir / "train.json"
+    if not summary.is_file() and not checkpoint.exists(recipe.run_dir / "checkpoints"):
+        return None  # nothing was trained yet: the folder is free for any configuration
     found, wanted = read_json(stamped).get("train_digest"), run_digest(recipe)
     if found != wanted:
         changed = "; ".join(_changed(load_recipe(recipe.run_dir / "recipe.yaml"), recipe)) or "the data or the target"
         raise ConfigError(f"{recipe.run_dir} holds a run of another configuration ({changed}); give this run another name")
-    summary = recipe.run_dir / "train.json"
     return read_json(summary) if summary.is_file() else None
 
 
@@ -88,10 +92,9 @@ def _changed(before: Recipe, now: Recipe) -> list[str]:
 
 def run_digest(recipe: Recipe) -> str:
     """Digest of all that shapes the trained weights: options, target, data."""
-    manifest = Manifest.load(recipe.shards_dir)
-    ds_config = ds_configs.load(recipe.train.ds_config)
-    counts = {name: (split.samples, split.tokens, split.rows) for name, split in manifest.splits.items()}
-    return digest(recipe.train, manifest.target_digest, manifest.tokenizer_digest, repr(counts), repr(ds_config))
+    shards = ShardSet.open(recipe.shards_dir, "train")
+    load_geometry(recipe.target.path, recipe.target.trust_remote_code)  # says what is wrong with the folder, if anything is
+    return digest(recipe.train, weights_digest(recipe.target.path), shards.digest, repr(ds_configs.load(recipe.train.ds_config)))
 
 
 def prepare(recipe: Recipe, world: World) -> Setup:
@@ -105,6 +108,8 @@ def prepare(recipe: Recipe, world: World) -> Setup:
     needed = drafter.required_features()
     require(manifest, needed, weights_digest(recipe.target.path))
     shards = ShardSet.open(recipe.shards_dir, "train")
+    if config.verify_shards and world.rank == 0:
+        shards.check_bytes()
     sizes = [(s.tokens, s.rows) for s in shards.samples]
     schedule = Schedule(sizes, config.conversations_per_step, config.conversations_per_micro_batch, world.size, config.epochs, config.max_steps, config.seed)
 
@@ -117,7 +122,7 @@ def prepare(recipe: Recipe, world: World) -> Setup:
     drafter.bind(parts.embedding)
     objective = TTT(drafter.to(dtype), config.objective, parts.head)
     engine = make_engine(objective, config, ds_config, world, schedule.accumulation, schedule.steps)
-    if world.rank == 0 and not (recipe.run_dir / "provenance.json").is_file():
+    if world.rank == 0 and not checkpoint.exists(recipe.run_dir / "checkpoints"):
         stamp(recipe.run_dir, recipe, train_digest=run_digest(recipe))
     dist.barrier()
     return Setup(recipe, world, shards, manifest, schedule, objective, engine, float(counts[ids].sum() / counts.sum().clamp_min(1)))
@@ -141,9 +146,12 @@ def run_steps(s: Setup, before: Progress) -> Progress:
             clock.count(micro_batches)
             bar.update()
             last = step == s.schedule.steps
-            if step % config.log_every == 0 or last:
+            due = step % config.checkpoint_every == 0 and not last
+            if step % config.log_every == 0 or due or last:
                 log_point(s, board, bar, meter, clock, step, micro_batches)
-            if step % config.checkpoint_every == 0 and not last:
+            if due or last:
+                check_weights(s, step)
+            if due:
                 checkpoint.save(folder / "checkpoints", s.engine, clock.progress(step), world.rank, config.keep_checkpoints)
     return clock.progress(s.schedule.steps)
 
@@ -216,7 +224,7 @@ def log_point(s: Setup, board: Board, bar: Any, meter: Meter, clock: Clock, step
         keys = ", ".join(key for m in last for key in m.batch.keys)
         raise KvshotError(
             f"the loss is not finite at step {step} (conversations of this step: {keys}); the last good checkpoint stays in "
-            f"{s.recipe.run_dir / 'checkpoints'}; try a lower train.optim.lr"
+            f"{s.recipe.run_dir / 'checkpoints'}; {_LOWER}"
         )
     norm = s.engine.get_global_grad_norm()
     scalars |= {"train/lr": float(s.engine.get_lr()[0]), "train/grad_norm": float(norm or 0.0)}
@@ -228,6 +236,13 @@ def log_point(s: Setup, board: Board, bar: Any, meter: Meter, clock: Clock, step
     bar.set_postfix_str(
         f"loss {scalars['train/loss']:.3f}  a0 {scalars['train/accept_top1/0']:.3f}  MAT {scalars['train/mat']:.2f}  {scalars['train/tokens_per_s']:.0f} tok/s"
     )
+
+
+def check_weights(s: Setup, step: int) -> None:
+    """Raises KvshotError if the update of `step` left weights that are not finite, before anything is written from them."""
+    mine = [getattr(p, "ds_tensor", p).detach() for p in s.drafter.parameters()]  # under ZeRO-3, this rank's share
+    if not bool(torch.stack([w.float().sum().isfinite() for w in mine]).all()):
+        raise KvshotError(f"the weights are not finite after step {step}; the last good checkpoint stays in {s.recipe.run_dir / 'checkpoints'}; {_LOWER}")
 
 
 def finish(s: Setup, progress: Progress) -> dict[str, Any]:

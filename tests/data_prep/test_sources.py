@@ -123,7 +123,7 @@ def test_a_list_that_is_cut_off_keeps_what_is_whole(tmp_path: Path) -> None:
     (tmp_path / "open.json").write_text(json.dumps([SHAREGPT])[:-1])
     assert take(tmp_path / "open.json")[1].reason == "the list is not closed: the file is cut off"
     (tmp_path / "more.json").write_text(json.dumps([SHAREGPT]) + " {}")
-    assert take(tmp_path / "more.json")[1].reason == "text after the end of the list"
+    assert take(tmp_path / "more.json")[1].reason == "text after the end of the list; a file of one record a line is named .jsonl"
 
 
 def test_a_file_that_cannot_be_read_is_an_error_at_once(tmp_path: Path) -> None:
@@ -132,3 +132,14 @@ def test_a_file_that_cannot_be_read_is_an_error_at_once(tmp_path: Path) -> None:
             read(SourceConfig(path=path, format="auto"), False)
     (tmp_path / "empty.jsonl").touch()
     assert take(tmp_path / "empty.jsonl") == []
+
+
+@pytest.mark.parametrize("name", ["a.JSONL", "a.ndjson", "a.data"])
+def test_records_are_known_by_their_content_whatever_the_file_is_called(tmp_path: Path, name: str) -> None:
+    (found,) = take(lines(tmp_path / name, SHAREGPT))
+    assert isinstance(found, Conversation) and found.messages[0]["content"] == "Hi"
+
+
+def test_a_line_that_is_a_list_costs_one_line(tmp_path: Path) -> None:
+    found = take(lines(tmp_path / "a.jsonl", "[]", SHAREGPT, MESSAGES))
+    assert [type(f) for f in found] == [Quarantined, Conversation, Conversation] and found[0].line == 1

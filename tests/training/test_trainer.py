@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -140,7 +141,54 @@ def test_features_of_another_target_are_refused(recipe, tmp_path):
 
 def test_a_loss_that_is_not_finite_stops_the_run(recipe):
     with pytest.raises(KvshotError, match=r"not finite at step \d+ .*conversations of this step: train"):
-        run(recipe(optim={"lr": 1e30, "clip": 1e30}, log_every=1))
+        run(recipe(optim={"lr": 1e30, "clip": 1e30}, log_every=1, checkpoint_every=1000))
+
+
+def test_weights_that_are_not_finite_are_neither_saved_nor_exported(recipe, monkeypatch):
+    from kvshot_ds.training import trainer
+
+    plain = trainer.optimizer_step
+
+    def poisoned(s, micro_batches, meter):
+        plain(s, micro_batches, meter)
+        with torch.no_grad():
+            s.drafter.norm.weight[0] = float("nan")
+
+    monkeypatch.setattr(trainer, "optimizer_step", poisoned)
+    for r in (recipe("last", max_steps=1), recipe("saved", checkpoint_every=1)):
+        with pytest.raises(KvshotError, match="weights are not finite after step 1"):
+            run(r)
+        assert not (r.run_dir / "drafter").exists() and not (r.run_dir / "checkpoints" / "current.json").exists()
+    monkeypatch.undo()
+    again = recipe("last", max_steps=1, seed=5)  # nothing was trained yet: the name is free for another configuration
+    assert run(again)["steps"] == 1
+
+
+def test_a_damaged_shard_is_refused_before_the_first_step(recipe, tiny_features, tmp_path):
+    folder = tmp_path / "features"
+    shutil.copytree(tiny_features, folder)
+    r = recipe()
+    r = r.model_copy(update={"shards": folder})
+    run(r)
+    tar = folder / "train-000001.tar"
+    raw = bytearray(tar.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    tar.write_bytes(raw)
+    with pytest.raises(KvshotError, match=r"train-000001\.tar: sha256 .* damaged"):
+        run(r.model_copy(update={"name": "second"}))
+
+
+def test_damaged_files_of_a_run_are_named(recipe):
+    r = recipe(max_steps=4)
+    run(r)
+    (r.run_dir / "train.json").unlink()
+    for text, wanted in (
+        ("{", "not readable as JSON"),
+        ('{"tag": "step-00000009", "world_size": 1, "progress": {"step": 9, "resumed_from": []}}', "DeepSpeed"),
+    ):
+        (r.run_dir / "checkpoints" / "current.json").write_text(text)
+        with pytest.raises(KvshotError, match=wanted):
+            run(r)
 
 
 def test_bf16_trains(recipe):
