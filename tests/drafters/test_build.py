@@ -43,14 +43,14 @@ def test_other_formats_and_empty_folders(tmp_path):
     with pytest.raises(KvshotError, match="no trained drafter here"):
         find_drafter(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"format": "kvshot-drafter/9"}))
-    with pytest.raises(KvshotError, match="without model.safetensors"):
+    with pytest.raises(KvshotError, match="without model"):
         load_drafter(tmp_path, "cpu", torch.float32)
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(KvshotError, match="expected format 'kvshot-drafter/1', found 'kvshot-drafter/9'"):
         load_drafter(tmp_path, "cpu", torch.float32)
     for text in ("[]", '{"format": "kvshot-drafter/1"}', '{"format": "kvshot-drafter/1", "drafter": {"family": "other"}}', "{"):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(KvshotError, match="config.json"):
+        with pytest.raises(KvshotError, match=r"config\.json"):
             load_drafter(tmp_path, "cpu", torch.float32)
 
 
