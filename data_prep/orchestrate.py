@@ -217,7 +217,8 @@ def _summary(plan: Plan, reused: int, captured: int, seconds: float) -> CaptureS
         f"capture: {found.conversations} conversations, {found.tokens:,} tokens, {found.rows:,} supervised rows, {found.bytes / 1e6:,.1f} MB "
         f"in {found.shards} shards ({reused} were there) in {plan.folder}"
     )
-    print(f"capture: {captured:,} tokens captured in {seconds:.1f} s ({found.tokens_per_second:,.0f} tokens/s)")
+    if captured:
+        print(f"capture: {captured:,} tokens captured in {seconds:.1f} s ({found.tokens_per_second:,.0f} tokens/s)")
     if found.rejected:
         print(f"capture: {found.rejected} conversations left out, with reasons in {plan.folder / 'quarantine.jsonl'}")
     return found

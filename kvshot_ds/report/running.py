@@ -20,7 +20,8 @@ def decoding_blocks(runs: tuple[Run, ...]) -> list[Block]:
         return gaps or [b.missing("decoding", "decode")]
     how = Text(
         "Greedy chain decoding on held-out prompts: the drafter proposes, the target checks in one forward. Each output is compared token for token with "
-        "the target's own generate. Speed is this implementation's on the machine that ran it; a small target on a CPU leaves little to gain."
+        "the target's own generate. Speed is this implementation's on the machine that ran it, over few prompts and without an interval: where generate alone "
+        "differs from row to row, so does the machine. A small target on a CPU leaves little to gain."
     )
     cases = [Details(f"{run.name}: the outputs that differ", (Code("\n".join(map(str, d.cases))),)) for _, run, d in decoded if d.different]
     return [how, *gaps, _decoding_table(decoded), *cases, _joint_figure(decoded)]
