@@ -58,12 +58,13 @@ class _BadRecord(Exception):
 
 @dataclass(frozen=True)
 class _Record:
-    """One piece of a file. value: its JSON value; error: why there is none."""
+    """One piece of a file. value: its JSON value; error: why there is none; entry: its 1-based place in a JSON list, or 0."""
 
     line: int
     raw: str
     value: Any = None
     error: str | None = None
+    entry: int = 0
 
 
 def read(source: SourceConfig, questions_only: bool) -> Iterator[Conversation | Quarantined]:
@@ -97,7 +98,8 @@ def _conversations(path: Path, records: Iterator[_Record], layout: str, question
             messages = _normalise(_turns(record.value, layout), questions_only)
             yield Conversation(messages, str(path), record.line)
         except _BadRecord as reason:
-            yield Quarantined(str(path), record.line, str(reason), record.raw.encode("utf-8", "replace").decode()[:_EXCERPT])
+            why = f"entry {record.entry}: {reason}" if record.entry else str(reason)  # a list may stand on one line
+            yield Quarantined(str(path), record.line, why, record.raw.encode("utf-8", "replace").decode()[:_EXCERPT])
 
 
 def _lines(path: Path, parse: bool) -> Iterator[_Record]:
@@ -119,7 +121,7 @@ def _lines(path: Path, parse: bool) -> Iterator[_Record]:
 def _json_list(path: Path) -> Iterator[_Record]:
     """The elements of a JSON list, one by one, so that a damaged or cut end costs only what it hits."""
     text = path.read_text(encoding="utf-8", errors="surrogateescape")
-    decoder, at, line, counted = json.JSONDecoder(), text.index("[") + 1, 1, 0
+    decoder, at, line, counted, entry = json.JSONDecoder(), text.index("[") + 1, 1, 0, 0
     while True:
         while at < len(text) and text[at] in " \t\r\n,":
             at += 1
@@ -135,7 +137,8 @@ def _json_list(path: Path) -> Iterator[_Record]:
             why = f"not readable as JSON from here to the end of the file: {error}" if rest else "the list is not closed: the file is cut off"
             yield _Record(line, rest, error=why)
             return
-        yield _Record(line, text[at : min(end, at + _EXCERPT)], value)
+        entry += 1
+        yield _Record(line, text[at : min(end, at + _EXCERPT)], value, entry=entry)
         at = end
 
 

@@ -143,3 +143,9 @@ def test_records_are_known_by_their_content_whatever_the_file_is_called(tmp_path
 def test_a_line_that_is_a_list_costs_one_line(tmp_path: Path) -> None:
     found = take(lines(tmp_path / "a.jsonl", "[]", SHAREGPT, MESSAGES))
     assert [type(f) for f in found] == [Quarantined, Conversation, Conversation] and found[0].line == 1
+
+
+def test_a_bad_entry_of_a_list_on_one_line_is_told_by_its_place(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([SHAREGPT, {"conversations": []}, MESSAGES]))
+    found = take(tmp_path / "a.json")
+    assert isinstance(found[1], Quarantined) and (found[1].line, found[1].reason) == (1, "entry 2: empty conversation")
