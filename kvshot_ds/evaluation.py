@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from kvshot_ds import metrics
 from kvshot_ds.config import Recipe
-from kvshot_ds.drafters.build import DrafterInfo, find_drafter, load_drafter, read_info
+from kvshot_ds.drafters.build import DrafterInfo, drafters_for, load_drafter
 from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.features.batch import Batch, collate
 from kvshot_ds.features.manifest import require
@@ -25,7 +25,7 @@ from kvshot_ds.metrics import StepCounts
 from kvshot_ds.objectives.alignment import RowPlan, plan_rows
 from kvshot_ds.objectives.ttt import TTT
 from kvshot_ds.provenance import digest, origin
-from kvshot_ds.target import load_geometry, load_parts, weights_digest
+from kvshot_ds.target import load_parts, weights_digest
 
 
 @dataclass(frozen=True)
@@ -69,25 +69,20 @@ class Held:
 def run(recipe: Recipe) -> list[dict[str, Any]]:
     """Evaluates the drafters of `recipe.eval` (this recipe's own run if none are named); writes eval.json and
     eval_conversations.json beside each. Raises ConfigError if the shards are of another target or lack a feature."""
-    folders = [find_drafter(Path(p)) for p in recipe.eval.drafters or (recipe.run_dir,)]
+    folders, _ = drafters_for(recipe.target.path, recipe.eval.drafters, recipe.run_dir, recipe.target.trust_remote_code)
     train, heldout = ShardSet.open(recipe.shards_dir, "train"), ShardSet.open(recipe.shards_dir, "heldout")
     if not len(heldout):
         raise ConfigError(f"{recipe.shards_dir}: the held-out split is empty; prepare more conversations, or with a larger prep.heldout_fraction")
     heldout.check_bytes()
-    load_geometry(recipe.target.path, recipe.target.trust_remote_code)  # says what is wrong with the folder, if anything is
-    target_digest = weights_digest(recipe.target.path)
     bigram: Bigram | None = None
     results = []
     for folder in folders:
-        info = read_info(folder)
-        if info.target_digest != target_digest:
-            was = f"the target {info.target_name!r} (digest {info.target_digest[:12]})"
-            raise ConfigError(f"{folder} was trained against {was}, not the one in {recipe.target.path} (digest {target_digest[:12]})")
         place = folder.parent if folder.name == "drafter" else folder
         stamp = _stamp(recipe, folder, train, heldout)
-        if (place / "eval.json").is_file() and read_json(place / "eval.json").get("digest") == stamp:
+        old = read_json(place / "eval.json") if (place / "eval.json").is_file() else {}
+        if old.get("digest") == stamp:
             print(f"{place.name}: already evaluated -> {place / 'eval.json'}")
-            results.append(read_json(place / "eval.json"))
+            results.append(old)
             continue
         bigram = bigram or Bigram.count(train)
         results.append(evaluate(recipe, folder, place, heldout, bigram, stamp))

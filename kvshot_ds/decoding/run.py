@@ -16,7 +16,7 @@ from kvshot_ds.config import DecodeConfig, Recipe
 from kvshot_ds.decoding.chain import Decoded, decode
 from kvshot_ds.decoding.state import last_logits
 from kvshot_ds.drafters.base import Drafter
-from kvshot_ds.drafters.build import find_drafter, load_drafter, read_info
+from kvshot_ds.drafters.build import drafters_for, load_drafter
 from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.features.spec import DTYPES
 from kvshot_ds.files import read_json, write_json
@@ -53,15 +53,7 @@ def run(recipe: Recipe) -> dict[str, dict[str, Any]]:
     prompts is not decoded again. Raises ConfigError if there are no held-out prompts that fit, or a drafter belongs to
     another target, KvshotError (after writing) if fp32 output differs from the target's by more than a tie.
     """
-    folders = [find_drafter(Path(p)) for p in recipe.decode.drafters or (recipe.run_dir,)]
-    target_digest = _target_digest(recipe)
-    for folder in folders:
-        info = read_info(folder)
-        if info.target_digest != target_digest:
-            raise ConfigError(
-                f"{folder} was trained against the target {info.target_name!r} (digest {info.target_digest[:12]}), not the one in "
-                f"target.path={recipe.target.path} (digest {target_digest[:12]}); name that target, or train a drafter for this one"
-            )
+    folders, target_digest = drafters_for(recipe.target.path, recipe.decode.drafters, recipe.run_dir, recipe.target.trust_remote_code)
     context = load_geometry(recipe.target.path, recipe.target.trust_remote_code).max_positions
     prompts, skipped = read_prompts(recipe.prepared_dir / "heldout.jsonl", recipe.decode, context)
     target: Target | None = None
@@ -87,12 +79,6 @@ def run(recipe: Recipe) -> dict[str, dict[str, Any]]:
     if faults and recipe.decode.dtype == "fp32":
         raise KvshotError(f"decoding is not lossless: the output differs from the target's where its choice is no tie: {'; '.join(faults)}")
     return results
-
-
-def _target_digest(recipe: Recipe) -> str:
-    """Digest of the recipe's target. Raises ConfigError if it cannot be read as one."""
-    load_geometry(recipe.target.path, recipe.target.trust_remote_code)  # says what is wrong with the folder, if anything is
-    return weights_digest(recipe.target.path)
 
 
 def _stamp(recipe: Recipe, folder: Path, target_digest: str, prompts: Sequence[Prompt]) -> str:

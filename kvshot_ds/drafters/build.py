@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from kvshot_ds.drafters.kv import KVOnlyDrafter
 from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.files import read_json, write_atomic, write_json
 from kvshot_ds.geometry import Geometry
+from kvshot_ds.target import load_geometry, weights_digest
 
 FORMAT = "kvshot-drafter/1"
 
@@ -70,6 +72,24 @@ def find_drafter(folder: Path) -> Path:
                 raise KvshotError(f"{place}: config.json without model.safetensors; copy the whole folder, or train again")
             return place
     raise KvshotError(f"{folder}: no trained drafter here (neither config.json nor drafter/config.json); has `kvshot train` finished?")
+
+
+def drafters_for(target: Path, named: Sequence[Path], own: Path, trust_remote_code: bool = False) -> tuple[list[Path], str]:
+    """Drafter folders of the runs `named` (`own` if there are none), all trained against the target in `target`; the target's digest.
+
+    Raises ConfigError if the target cannot be read as one or a drafter belongs to another, KvshotError if a run has no drafter.
+    """
+    folders = [find_drafter(Path(p)) for p in named or (own,)]
+    load_geometry(target, trust_remote_code)  # says what is wrong with the folder, if anything is
+    digest = weights_digest(target)
+    for folder in folders:
+        info = read_info(folder)
+        if info.target_digest != digest:
+            raise ConfigError(
+                f"{folder} was trained against the target {info.target_name!r} (digest {info.target_digest[:12]}), not the one in "
+                f"target.path={target} (digest {digest[:12]}); name that target, or train a drafter for this one"
+            )
+    return folders, digest
 
 
 def read_info(folder: Path) -> DrafterInfo:

@@ -10,7 +10,9 @@ from kvshot_ds.config import Recipe
 
 def run(recipe: Recipe) -> dict[str, Any]:
     """Trains on this rank. May be called again in the same process. An error ends the rank; the launcher then stops the others."""
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if _has_cuda() else "cpu")
+    import torch
+
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     from kvshot_ds.training.trainer import finished, train
 
     done = finished(recipe)
@@ -19,9 +21,3 @@ def run(recipe: Recipe) -> dict[str, Any]:
             print(f"{recipe.name}: already trained ({done['steps']} steps) -> {recipe.run_dir / 'drafter'}")
         return done
     return train(recipe)
-
-
-def _has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()

@@ -4,7 +4,7 @@ a resumed run goes on at its step. Every conversation is seen exactly once per e
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ class MicroBatch:
 class StepPlan:
     """Which samples each rank reads in each micro-step of one optimizer step: slots[rank][micro] -> sample numbers."""
 
-    epoch: int
     slots: tuple[tuple[tuple[int, ...], ...], ...]
 
 
@@ -66,7 +65,7 @@ class Schedule:
             load[slot] += self.sizes[i][0]
         # Slots are sorted by load before they are dealt to the ranks in turn: the ranks of one micro-step weigh about the same.
         slots = [slots[s] for s in sorted(range(len(slots)), key=lambda s: (-load[s], s))]
-        return StepPlan(epoch, tuple(tuple(tuple(slots[m * self.world + rank]) for m in range(self.accumulation)) for rank in range(self.world)))
+        return StepPlan(tuple(tuple(tuple(slots[m * self.world + rank]) for m in range(self.accumulation)) for rank in range(self.world)))
 
 
 class _Steps(Dataset[list[MicroBatch]]):
@@ -112,7 +111,6 @@ def _one_thread(_: int) -> None:
 
 def _pinned(value):
     """Tensors of a batch or a plan moved to pinned memory, for copies that overlap with compute."""
-    from dataclasses import fields, replace
 
     def pin(x):
         return {k: v.pin_memory() for k, v in x.items()} if isinstance(x, dict) else x.pin_memory() if isinstance(x, torch.Tensor) else x

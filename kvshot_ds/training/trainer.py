@@ -19,7 +19,7 @@ from kvshot_ds.drafters.base import Drafter
 from kvshot_ds.drafters.build import DrafterInfo, build_drafter, save_drafter
 from kvshot_ds.drafters.initial import choose_vocab, initialise
 from kvshot_ds.errors import ConfigError, KvshotError
-from kvshot_ds.features.manifest import Manifest, load_token_counts, require
+from kvshot_ds.features.manifest import load_token_counts, require
 from kvshot_ds.features.shard import ShardSet
 from kvshot_ds.files import read_json, write_json
 from kvshot_ds.objectives.ttt import TTT
@@ -41,7 +41,6 @@ class Setup:
     recipe: Recipe
     world: World
     shards: ShardSet
-    manifest: Manifest
     schedule: Schedule
     objective: TTT
     engine: Any
@@ -73,7 +72,9 @@ def finished(recipe: Recipe) -> dict[str, Any] | None:
     summary = recipe.run_dir / "train.json"
     if not summary.is_file() and not checkpoint.exists(recipe.run_dir / "checkpoints"):
         return None  # nothing was trained yet: the folder is free for any configuration
-    found, wanted = read_json(stamped).get("train_digest"), run_digest(recipe)
+    load_geometry(recipe.target.path, recipe.target.trust_remote_code)  # says what is wrong with the folder, if anything is
+    wanted = run_digest(recipe, ShardSet.open(recipe.shards_dir, "train"), weights_digest(recipe.target.path))
+    found = read_json(stamped).get("train_digest")
     if found != wanted:
         changed = "; ".join(_changed(load_recipe(recipe.run_dir / "recipe.yaml"), recipe)) or "the data or the target"
         raise ConfigError(f"{recipe.run_dir} holds a run of another configuration ({changed}); give this run another name")
@@ -90,11 +91,9 @@ def _changed(before: Recipe, now: Recipe) -> list[str]:
     return [f"{key}: there {there.get(key)}, now {here.get(key)}" for key in {**there, **here} if there.get(key) != here.get(key)]
 
 
-def run_digest(recipe: Recipe) -> str:
+def run_digest(recipe: Recipe, shards: ShardSet, target_digest: str) -> str:
     """Digest of all that shapes the trained weights: options, target, data."""
-    shards = ShardSet.open(recipe.shards_dir, "train")
-    load_geometry(recipe.target.path, recipe.target.trust_remote_code)  # says what is wrong with the folder, if anything is
-    return digest(recipe.train, weights_digest(recipe.target.path), shards.digest, repr(ds_configs.load(recipe.train.ds_config)))
+    return digest(recipe.train, target_digest, shards.digest, repr(ds_configs.load(recipe.train.ds_config)))
 
 
 def prepare(recipe: Recipe, world: World) -> Setup:
@@ -102,12 +101,11 @@ def prepare(recipe: Recipe, world: World) -> Setup:
     config = recipe.train
     ds_config = ds_configs.load(config.ds_config)
     dtype = precision(ds_config)
-    manifest = Manifest.load(recipe.shards_dir)
+    shards = ShardSet.open(recipe.shards_dir, "train")
     geometry = load_geometry(recipe.target.path, recipe.target.trust_remote_code)
     drafter = build_drafter(config.drafter, geometry, config.draft_vocab_size)
-    needed = drafter.required_features()
-    require(manifest, needed, weights_digest(recipe.target.path))
-    shards = ShardSet.open(recipe.shards_dir, "train")
+    target_digest = weights_digest(recipe.target.path)
+    require(shards.manifest, drafter.required_features(), target_digest)
     if config.verify_shards and world.rank == 0:
         shards.check_bytes()
     sizes = [(s.tokens, s.rows) for s in shards.samples]
@@ -123,9 +121,9 @@ def prepare(recipe: Recipe, world: World) -> Setup:
     objective = TTT(drafter.to(dtype), config.objective, parts.head)
     engine = make_engine(objective, config, ds_config, world, schedule.accumulation, schedule.steps)
     if world.rank == 0 and not checkpoint.exists(recipe.run_dir / "checkpoints"):
-        stamp(recipe.run_dir, recipe, train_digest=run_digest(recipe))
+        stamp(recipe.run_dir, recipe, train_digest=run_digest(recipe, shards, target_digest))
     dist.barrier()
-    return Setup(recipe, world, shards, manifest, schedule, objective, engine, float(counts[ids].sum() / counts.sum().clamp_min(1)))
+    return Setup(recipe, world, shards, schedule, objective, engine, float(counts[ids].sum() / counts.sum().clamp_min(1)))
 
 
 def run_steps(s: Setup, before: Progress) -> Progress:
@@ -135,7 +133,7 @@ def run_steps(s: Setup, before: Progress) -> Progress:
         s.shards, ("tokens", "turn", *s.drafter.required_features().keys()), s.schedule, world.rank, config.objective.steps, config.objective.row_fraction,
         before.step, config.data_workers, pin=world.device.type == "cuda",
     )  # fmt: skip
-    clock = Clock(before, time.monotonic())
+    clock = Clock(before, world.device)
     bar = tqdm(total=s.schedule.steps, initial=before.step, unit="step", desc=s.recipe.name, disable=world.rank != 0, mininterval=2)
     with Board(folder / "tensorboard", world.rank, before.step + 1) as board, bar:
         board.text("recipe", dump_recipe(s.recipe))
@@ -159,8 +157,9 @@ def run_steps(s: Setup, before: Progress) -> Progress:
 class Clock:
     """Time, tokens and rows of a run, on the host; summed over ranks when read."""
 
-    def __init__(self, before: Progress, now: float):
-        self.before, self.started, self.point, self.stall = before, now, now, 0.0
+    def __init__(self, before: Progress, device: torch.device):
+        self.before, self.device, self.stall = before, device, 0.0
+        self.started = self.point = time.monotonic()
         self.seen = torch.zeros(2, dtype=torch.int64)
         self.tokens_at_point = 0
 
@@ -178,7 +177,7 @@ class Clock:
 
     def reduced(self) -> list[int]:
         """[tokens, rows] of this start over all ranks. All ranks call it."""
-        total = self.seen.to(torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu", copy=True)
+        total = self.seen.to(self.device, copy=True)
         dist.all_reduce(total)
         return total.tolist()
 
@@ -262,7 +261,9 @@ def finish(s: Setup, progress: Progress) -> dict[str, Any]:
         "world_size": s.world.size,
         "resumed_from": list(progress.resumed_from),
     }
-    info = DrafterInfo(config.drafter, s.drafter.g, config.draft_vocab_size, s.manifest.target_name, s.manifest.target_digest, {"training": summary})
+    info = DrafterInfo(
+        config.drafter, s.drafter.g, config.draft_vocab_size, s.shards.manifest.target_name, s.shards.manifest.target_digest, {"training": summary}
+    )
     with _whole(s.drafter):
         if s.world.rank == 0:
             save_drafter(folder / "drafter", s.drafter, info, s.drafter.lm_head.weight.dtype)
