@@ -104,7 +104,8 @@ def make_plan(recipe: Recipe) -> Plan:
         "target": weights_digest(recipe.target.path),
         "tokenizer": tokenizer_digest(recipe.target.path),
         "target.dtype": recipe.target.dtype,
-        "capture.features": {**asdict(spec), "hidden_layers": list(spec.hidden_layers), "kv_layers": list(spec.kv_layers)},
+        # without the options that are not used: shards made before an option existed may still lie with new ones
+        "capture.features": {name: list(part) if isinstance(part, tuple) else part for name, part in asdict(spec).items() if name != "query_layers" or part},
         "capture.tokens_per_batch": options.tokens_per_batch,
         "capture.conversations_per_shard": options.conversations_per_shard,
         "prepared": digests,

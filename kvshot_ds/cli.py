@@ -88,8 +88,9 @@ def _stage(name: str, module: str, text: str) -> click.Command:
     return _with_recipe(StageCommand(name, help=text, callback=run, epilog=f"{COMMON}\n\n{RANKS}" if name == "train" else COMMON))
 
 
-def _with_recipe(command: click.Command) -> click.Command:
-    command.params += [click.Argument(["recipe"], type=click.Path(path_type=Path)), click.Argument(["overrides"], nargs=-1, type=click.UNPROCESSED)]
+def _with_recipe(command: click.Command, required: bool = True) -> click.Command:
+    recipe = click.Argument(["recipe"], type=click.Path(path_type=Path), required=required)
+    command.params += [recipe, click.Argument(["overrides"], nargs=-1, type=click.UNPROCESSED)]
     command.context_settings["ignore_unknown_options"] = True
     return command
 
@@ -137,6 +138,36 @@ def _options(section: str) -> None:
 def target(name: str, folder: Path) -> None:
     """Make a small target as a Hugging Face folder: smollm2 (135M, instruct) or tiny (random Qwen3, for trying things)."""
     click.echo(f"target {name}: {importlib.import_module('data_prep.targets').fetch(name, folder)}")
+
+
+@cli.group()
+def drafter() -> None:
+    """Tell what a drafter would cost, or import a published one."""
+
+
+@click.option("--target-shape", help="a known target in place of target.path: smollm2-135m, qwen3-8b or llama3.1-8b")
+@click.option("--all", "table", is_flag=True, help="every family at several depths, all other options at their defaults")
+@click.option("--context", type=click.IntRange(min=1), default=2048, show_default=True, help="tokens that the attention reads")
+def _describe(recipe: Path | None, overrides: tuple[str, ...], target_shape: str | None, table: bool, context: int) -> None:
+    """Print parameters, FLOPs per token and captured bytes of a recipe's drafter, or of all families. Needs no weights."""
+    from kvshot_ds.config import load_recipe
+    from kvshot_ds.describe import describe
+
+    resolved = load_recipe(recipe, split_overrides(overrides)) if recipe else None
+    click.echo("\n".join(describe(resolved, target_shape, table, context)))
+
+
+drafter.add_command(_with_recipe(click.command("describe")(_describe), required=False))
+
+
+@drafter.command("import")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--target", "target_folder", required=True, type=click.Path(path_type=Path), help="Hugging Face folder of the target it was trained for")
+def _import(source: Path, out: Path, target_folder: Path) -> None:
+    """Turn a published EAGLE-3 or DFlash drafter in the folder SOURCE into a drafter folder OUT that eval, decode and init.warm_start read."""
+    report = importlib.import_module("kvshot_ds.drafters.public").import_drafter(source, target_folder, out)
+    click.echo("\n".join(report.lines()))
 
 
 def _complain(text: str) -> None:

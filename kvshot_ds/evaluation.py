@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from kvshot_ds import metrics
-from kvshot_ds.config import Recipe
+from kvshot_ds.config import ObjectiveConfig, Recipe
 from kvshot_ds.drafters.build import DrafterInfo, drafters_for, load_drafter
 from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.features.batch import Batch, collate
@@ -23,7 +23,7 @@ from kvshot_ds.features.spec import teacher_rows
 from kvshot_ds.files import read_json, write_json
 from kvshot_ds.metrics import StepCounts
 from kvshot_ds.objectives.alignment import RowPlan, plan_rows
-from kvshot_ds.objectives.ttt import TTT
+from kvshot_ds.objectives.objective import Objective
 from kvshot_ds.provenance import digest, origin
 from kvshot_ds.target import load_parts, weights_digest
 
@@ -93,7 +93,12 @@ def run(recipe: Recipe) -> list[dict[str, Any]]:
 def _stamp(recipe: Recipe, folder: Path, train: ShardSet, heldout: ShardSet) -> str:
     """Digest of what the result depends on: options, drafter files, held-out data."""
     options = recipe.eval.model_copy(update={"drafters": ()})
-    return digest(options, recipe.train.objective, weights_digest(folder), heldout.manifest.target_digest, heldout.digest, train.digest)
+    return digest(options, _measured(recipe), weights_digest(folder), heldout.manifest.target_digest, heldout.digest, train.digest)
+
+
+def _measured(recipe: Recipe) -> ObjectiveConfig:
+    """The objective an evaluation runs: the steps of training, their own drift, every supervised row. Losses and weights play no part."""
+    return ObjectiveConfig(steps=recipe.train.objective.steps, head_chunk=recipe.train.objective.head_chunk)
 
 
 def evaluate(recipe: Recipe, folder: Path, place: Path, heldout: ShardSet, bigram: Bigram, stamp: str) -> dict[str, Any]:
@@ -102,9 +107,15 @@ def evaluate(recipe: Recipe, folder: Path, place: Path, heldout: ShardSet, bigra
     device = torch.device("cuda" if recipe.target.device != "cpu" and torch.cuda.is_available() else "cpu")
     drafter, info = load_drafter(folder, device, torch.float32)
     require(heldout.manifest, drafter.required_features(), info.target_digest)
+    block = getattr(info.config, "block_size", None)
+    if block is not None and recipe.train.objective.steps > block - 1:
+        raise ConfigError(
+            f"{folder}: blocks of {block} tokens propose {block - 1}, and train.objective.steps={recipe.train.objective.steps} are to be measured; "
+            f"evaluate it with train.objective.steps={block - 1}"
+        )
     parts = load_parts(recipe.target.path, device, torch.float32)
-    drafter.bind(parts.embedding)
-    objective = TTT(drafter, recipe.train.objective, parts.head)
+    drafter.bind(parts.embedding, parts.head)
+    objective = Objective(drafter, _measured(recipe), parts.head)
     held = measure(objective, heldout, bigram, recipe.eval.conversations_per_micro_batch, recipe.eval.max_conversations, device, place.name)
     result = {"name": place.name, "digest": stamp, **_summary(recipe, info, drafter, held, bigram), "seconds": time.monotonic() - started}
     result["provenance"] = origin(options=recipe.eval.model_dump(mode="json"))
@@ -125,7 +136,7 @@ def evaluate(recipe: Recipe, folder: Path, place: Path, heldout: ShardSet, bigra
 
 
 @torch.inference_mode()
-def measure(objective: TTT, heldout: ShardSet, bigram: Bigram, together: int, most: int, device: torch.device, name: str = "") -> Held:
+def measure(objective: Objective, heldout: ShardSet, bigram: Bigram, together: int, most: int, device: torch.device, name: str = "") -> Held:
     """Counts of every held-out conversation with supervised rows (the first `most`, 0 for all), `together` in one forward."""
     steps = objective.config.steps
     chosen = [i for i, s in enumerate(heldout.samples) if s.rows][: most or None]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kvshot_ds.errors import ConfigError
+from kvshot_ds.typed import parse
 
 # family -> (q/k norm, bias of q,k,v, bias of o); None: read from the config
 _FAMILIES: dict[str, tuple[bool, bool | None, bool | None]] = {
@@ -16,6 +17,8 @@ _FAMILIES: dict[str, tuple[bool, bool | None, bool | None]] = {
     "qwen2": (False, True, False),
     "qwen3": (True, None, None),
 }
+_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+_SUPPORTED = f"decoder-only text models of the families {', '.join(_FAMILIES)} with full attention and rope_type {', '.join(_ROPE_TYPES)}"
 
 
 @dataclass(frozen=True)
@@ -44,17 +47,10 @@ class Geometry:
 
     @classmethod
     def from_hf(cls, config: Any) -> Geometry:
-        """From a transformers config. Raises ConfigError naming a family or feature that is not supported."""
+        """From a transformers config. Raises ConfigError naming everything about the target that is not supported."""
+        if reasons := _obstacles(config):
+            raise ConfigError(f"the target cannot be used: {'; '.join(reasons)}. Supported: {_SUPPORTED}")
         kind = config.model_type
-        if kind not in _FAMILIES:
-            raise ConfigError(f"target architecture {kind!r} is not supported; supported: {', '.join(_FAMILIES)}")
-        layer_types = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-        window = getattr(config, "sliding_window", None)
-        if layer_types or (kind == "mistral" and window and window < config.max_position_embeddings):
-            raise ConfigError(f"target uses {', '.join(sorted(layer_types)) or 'sliding_window attention'}, which drafters do not support")
-        rope = {k: v for k, v in dict(config.rope_parameters).items() if v is not None}
-        if rope.get("rope_type", "default") not in ("default", "linear", "llama3", "yarn"):
-            raise ConfigError(f"target uses rope_type {rope['rope_type']!r}; supported: default, linear, llama3, yarn")
         qk_norm, qkv_bias, o_bias = _FAMILIES[kind]
         bias = bool(getattr(config, "attention_bias", False))
         return cls(
@@ -73,28 +69,72 @@ class Geometry:
             mlp_bias=bool(getattr(config, "mlp_bias", False)),
             hidden_act=config.hidden_act,
             max_positions=config.max_position_embeddings,
-            rope=rope,
+            rope={name: value for name, value in config.rope_parameters.items() if value is not None},
         )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Geometry:
-        return cls(**value)
+    def from_json(cls, value: Any) -> Geometry:
+        """Raises ValueError naming the field that is missing, unknown or of a wrong type."""
+        return parse(cls, value)
 
     def rotary(self) -> tuple[torch.Tensor, float]:
-        """Inverse frequencies [D_rot/2] fp32 and the factor on cos and sin, exactly as the target computes them."""
+        """Inverse frequencies [D/2] fp32 and the factor on cos and sin, exactly as the target computes them up to `max_positions`."""
         from transformers import PreTrainedConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         kind = self.rope.get("rope_type", "default")
         if kind == "default":
-            width = int(self.head_dim * self.rope.get("partial_rotary_factor", 1.0))
-            return 1.0 / (self.rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width)), 1.0
+            return 1.0 / (self.rope["rope_theta"] ** (torch.arange(0, self.head_dim, 2).float() / self.head_dim)), 1.0
         config = PreTrainedConfig(
             hidden_size=self.hidden_size, num_attention_heads=self.heads, head_dim=self.head_dim, max_position_embeddings=self.max_positions
         )
-        config.rope_parameters = dict(self.rope)
+        config.rope_parameters = {"factor": None, **self.rope}  # yarn takes an absent factor from the lengths, but only if it is there as None
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
         return inv_freq.float(), float(scaling)
+
+
+def _obstacles(config: Any) -> list[str]:
+    """What keeps a drafter from reading this target, by the names of its configuration; empty if nothing does."""
+    found = []
+    if getattr(config, "is_encoder_decoder", False):
+        found.append("it is an encoder-decoder")
+    if parts := [name for name in ("text_config", "vision_config", "audio_config") if getattr(config, name, None) is not None]:
+        found.append(f"it is multimodal ({', '.join(parts)})")
+    if rank := getattr(config, "kv_lora_rank", None):
+        found.append(f"it uses multi-head latent attention (kv_lora_rank={rank}), whose cache holds no keys and values of heads")
+    known = config.model_type in _FAMILIES
+    if not known:
+        found.append(f"its architecture {config.model_type!r} is not supported")
+    return found + _window_obstacles(config) + _rope_obstacles(config, known)
+
+
+def _window_obstacles(config: Any) -> list[str]:
+    types = set(getattr(config, "layer_types", None) or ())
+    window, context = getattr(config, "sliding_window", None), getattr(config, "max_position_embeddings", None)
+    found = [f"it has layers of type {name}" for name in sorted(types - {"full_attention", "sliding_attention"})]
+    sliding = "sliding_attention" in types or (config.model_type == "mistral" and bool(window))
+    if sliding and not (window and context and window >= context):  # a window as long as the context leaves nothing out
+        found.append(f"it uses sliding-window attention (sliding_window={window} of max_position_embeddings={context})")
+    return found
+
+
+def _rope_obstacles(config: Any, known: bool) -> list[str]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_theta") is None:  # nested by layer type, or no RoPE at all
+        return ["its rope_parameters hold no rope_theta"] if known else []
+    found, kind = [], rope.get("rope_type", "default")
+    if kind not in _ROPE_TYPES:
+        found.append(f"it uses rope_type={kind}")
+    partial = rope.get("partial_rotary_factor")
+    if known and partial not in (None, 1):  # transformers leaves it out of account with rope_type=default and fails with the others
+        found.append(f"its partial_rotary_factor={partial} is not defined for {config.model_type}")
+    original = rope.get("original_max_position_embeddings", getattr(config, "original_max_position_embeddings", None))
+    if kind == "dynamic" and original not in (None, config.max_position_embeddings):
+        # within max_position_embeddings the frequencies are the default ones, unless they are meant to change from here on
+        found.append(
+            f"it uses rope_type=dynamic with original_max_position_embeddings={original}, not max_position_embeddings={config.max_position_embeddings}"
+        )
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -41,6 +41,17 @@ class _KeepLayers(DynamicCache):
         if layer_idx in self.wanted:
             self.kept[layer_idx] = (key_states, value_states)
         return key_states, value_states
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """What one forward left. hidden: layer -> [B, S, d]. cache: keys and values of the KV layers. queries: layer -> [R, A, D].
+    last: with a teacher, the hidden state entering the head [B, S, d]."""
+
+    hidden: dict[int, torch.Tensor]
+    cache: _KeepLayers
+    queries: dict[int, torch.Tensor]
+    last: torch.Tensor | None
 
 
 class _LastLayerDone(Exception):
@@ -108,7 +119,7 @@ class Target:
 
     def new_cache(self) -> DynamicCache:
         """An empty cache for decoding; `cache.layers[l].keys` and `.values` are [B, G, T, D]."""
-        return DynamicCache(config=self.model.config)
+        return DynamicCache()  # without the config: a window as long as the context would make it drop the oldest position
 
     @torch.inference_mode()
     def forward(self, tokens: torch.Tensor, cache: Cache | None = None, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -119,20 +130,19 @@ class Target:
     def watch(self, layers: Iterable[int]) -> Iterator[dict[int, torch.Tensor]]:
         """While the context is open, every forward of the model leaves the outputs of `layers` in the yielded dict:
         layer -> [B, N, d], those of the latest forward. Works under `generate` and with any cache."""
-        outputs: dict[int, torch.Tensor] = {}
-
-        def record(layer: int) -> Any:
-            def hook(_module: Any, _args: Any, output: Any) -> None:
-                outputs[layer] = output[0] if isinstance(output, tuple) else output
-
-            return hook
-
-        handles = [self.layers[layer].register_forward_hook(record(layer)) for layer in sorted(set(layers))]
-        try:
+        with _recording({layer: self.layers[layer] for layer in layers}) as outputs:
             yield outputs
-        finally:
-            for handle in handles:
-                handle.remove()
+
+    @contextmanager
+    def _watch_queries(self, layers: Iterable[int], rows: torch.Tensor) -> Iterator[dict[int, torch.Tensor]]:
+        """As `watch`, for the un-rotated queries of `layers` at `rows` [R] of the flattened batch: layer -> [R, A, D]."""
+
+        def chosen(output: torch.Tensor) -> torch.Tensor:  # [B, S, A, D] of a q-norm or [B, S, A·D] of a q-projection
+            return output.flatten(0, 1)[rows].view(len(rows), self.geometry.heads, self.geometry.head_dim)
+
+        name = "q_norm" if self.geometry.qk_norm else "q_proj"
+        with _recording({layer: getattr(self.layers[layer].self_attn, name) for layer in layers}, chosen) as queries:
+            yield queries
 
     @torch.inference_mode()
     def features(
@@ -149,33 +159,45 @@ class Target:
             ids[row, : lengths[row]] = torch.as_tensor(sequence)
         turn = [torch.as_tensor(t, dtype=torch.int32) for t in turns]
         samples = [{"tokens": ids[row, :n].int(), "turn": turn[row]} for row, n in enumerate(lengths)]
-        hidden, cache, last = self._run(ids.to(self.device), spec)
-        dtype = DTYPES[spec.dtype]
+        rows = [torch.from_numpy(teacher_rows(t.numpy())) for t in turn]
+        counts, dtype = [len(r) for r in rows], DTYPES[spec.dtype]
+        chosen = torch.cat([r + row * ids.shape[1] for row, r in enumerate(rows)]).to(self.device)  # in the flattened batch
+        found = self._run(ids.to(self.device), spec, chosen)
 
         def share(key: str, batch: torch.Tensor) -> None:  # [B, S_max, ...]
             batch = batch.to("cpu", dtype)
             for row, n in enumerate(lengths):
                 samples[row][key] = batch[row, :n].contiguous()
 
+        def share_rows(key: str, joined: torch.Tensor) -> None:  # [R of all conversations, ...]
+            for sample, part in zip(samples, joined.to("cpu").split(counts), strict=True):
+                sample[key] = part.contiguous()
+
         for layer in spec.hidden_layers:
-            share(f"hidden.{layer}", hidden.pop(layer))
+            share(f"hidden.{layer}", found.hidden.pop(layer))
         for layer in spec.kv_layers:
-            keys, values = cache.kept.pop(layer)
+            keys, values = found.cache.kept.pop(layer)
             share(f"key.{layer}", keys.transpose(1, 2))
             share(f"value.{layer}", values.transpose(1, 2))
-        if last is not None:
-            self._teacher(last, samples, dtype)
+        for layer in spec.query_layers:
+            share_rows(f"query.{layer}", found.queries.pop(layer).to(dtype))
+        if found.last is not None:
+            last = found.last.flatten(0, 1)[chosen]
+            argmax, lse = self._teacher(last)
+            share_rows("teacher.hidden", last.to(dtype))
+            share_rows("teacher.argmax", argmax)
+            share_rows("teacher.lse", lse)
         return samples
 
-    def _run(self, ids: torch.Tensor, spec: FeatureSpec) -> tuple[dict[int, torch.Tensor], _KeepLayers, torch.Tensor | None]:
-        """Outputs of the hidden layers, cache of the KV layers, and (with a teacher) the hidden state entering the head [B, S, d]."""
+    def _run(self, ids: torch.Tensor, spec: FeatureSpec, rows: torch.Tensor) -> _Forward:
+        """One forward over `ids` [B, S], no further than `spec` needs; queries at `rows` [R] of the flattened batch."""
         cache = _KeepLayers(spec.kv_layers)
-        with self.watch(spec.hidden_layers) as hidden:
+        with self.watch(spec.hidden_layers) as hidden, self._watch_queries(spec.query_layers, rows) as queries:
             if spec.teacher != "none":
-                return hidden, cache, self.model.model(ids, use_cache=True, **{_CACHE: cache}).last_hidden_state
-            needed = spec.hidden_layers + spec.kv_layers
+                return _Forward(hidden, cache, queries, self.model.model(ids, use_cache=True, **{_CACHE: cache}).last_hidden_state)
+            needed = spec.hidden_layers + spec.kv_layers + spec.query_layers
             if not needed:
-                return hidden, cache, None
+                return _Forward(hidden, cache, queries, None)
 
             def leave(*_: Any) -> None:
                 raise _LastLayerDone
@@ -184,31 +206,48 @@ class Target:
             try:
                 self.model.model(ids, use_cache=True, **{_CACHE: cache})
             except _LastLayerDone:
-                return hidden, cache, None
+                return _Forward(hidden, cache, queries, None)
             finally:
                 handle.remove()
         raise AssertionError("a forward ran past its last needed layer")
 
-    def _teacher(self, last: torch.Tensor, samples: list[dict[str, torch.Tensor]], dtype: torch.dtype) -> None:
-        """Adds teacher.hidden [R, d], teacher.argmax [R] int32 and teacher.lse [R] fp32; `last` [B, S_max, d]. Only teacher
-        rows reach the head, a block of rows at a time, so that [rows, V] logits never grow with the batch."""
-        rows = [torch.from_numpy(teacher_rows(s["turn"].numpy())) for s in samples]
-        counts = [len(r) for r in rows]
-        chosen = torch.cat([last[i, r.to(last.device)] for i, r in enumerate(rows)])
+    def _teacher(self, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Arg-max [R] int32 and log-sum-exp [R] fp32 of the logits of `last` [R, d], on the CPU. A block of rows at a time
+        reaches the head, so that [rows, V] logits never grow with the batch."""
         head = self.model.get_output_embeddings()
         argmax, lse = [torch.empty(0, dtype=torch.int32)], [torch.empty(0)]
-        for block in chosen.split(max(1, _LOGITS_AT_ONCE // self.geometry.vocab_size)):
+        for block in last.split(max(1, _LOGITS_AT_ONCE // self.geometry.vocab_size)):
             if len(block):
                 logits = head(block)
                 argmax.append(logits.argmax(-1).int().cpu())
                 lse.append(torch.logsumexp(logits.float(), -1).cpu())
-        parts = zip(chosen.to("cpu", dtype).split(counts), torch.cat(argmax).split(counts), torch.cat(lse).split(counts), strict=True)
-        for sample, (hidden, top, total) in zip(samples, parts, strict=True):
-            sample |= {"teacher.hidden": hidden, "teacher.argmax": top, "teacher.lse": total}
+        return torch.cat(argmax), torch.cat(lse)
+
+
+@contextmanager
+def _recording(
+    modules: Mapping[int, torch.nn.Module], keep: Callable[[torch.Tensor], torch.Tensor] = lambda output: output
+) -> Iterator[dict[int, torch.Tensor]]:
+    """While the context is open, what `keep` makes of the latest output of each module, under the module's number."""
+    outputs: dict[int, torch.Tensor] = {}
+
+    def record(number: int) -> Any:
+        def hook(_module: Any, _args: Any, output: Any) -> None:
+            outputs[number] = keep(output[0] if isinstance(output, tuple) else output)
+
+        return hook
+
+    handles = [module.register_forward_hook(record(number)) for number, module in modules.items()]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def load_geometry(folder: Path, trust_remote_code: bool = False) -> Geometry:
     """Geometry of the target in `folder`, from its config.json alone. Raises ConfigError as `Target.load` does."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     folder = Path(folder)
@@ -218,8 +257,10 @@ def load_geometry(folder: Path, trust_remote_code: bool = False) -> Geometry:
         raise ConfigError(f"target.path={folder}: no config.json there; expected a Hugging Face model folder")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"target.path={folder}: config.json does not describe a model that transformers knows: {str(error).splitlines()[0]}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
+        # the ways in which transformers takes fields of a wrong type; the second line of a StrictDataclassError names the field
+        why = " ".join(line.strip() for line in str(error).splitlines()[:2])
+        raise ConfigError(f"target.path={folder}: config.json does not describe a model that transformers knows: {why}") from None
     try:
         return Geometry.from_hf(config)
     except ConfigError as error:
@@ -251,7 +292,10 @@ def weight_files(folder: Path) -> dict[str, Path]:
             raise ConfigError(f"{single}: not readable as safetensors: {error}") from None
     if not index.is_file():
         raise ConfigError(f"target.path={folder}: neither model.safetensors nor model.safetensors.index.json there; convert the weights to safetensors")
-    found = {name: folder / file for name, file in read_json(index)["weight_map"].items()}
+    try:
+        found = {name: folder / file for name, file in read_json(index)["weight_map"].items()}
+    except (KeyError, TypeError, AttributeError):
+        raise ConfigError(f"{index}: expected a mapping weight_map of tensor names to files; the download is damaged") from None
     missing = sorted({path.name for path in found.values() if not path.is_file()})
     if missing:
         raise ConfigError(f"target.path={folder}: {index.name} names {', '.join(missing)}, which is not there; the download is incomplete")

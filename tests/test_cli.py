@@ -54,8 +54,9 @@ import json, sys
 from kvshot_ds import cli
 sys.argv = ["kvshot", "config", "show", {str(recipe_file)!r}]
 assert cli.main() == 0
-sys.argv = ["kvshot", "train", "--help"]
-assert cli.main() == 0
+for words in (["train"], ["drafter"], ["drafter", "describe"], ["drafter", "import"]):
+    sys.argv = ["kvshot", *words, "--help"]
+    assert cli.main() == 0
 print(json.dumps(sorted(sys.modules)))
 """
     assert set(json.loads(python(code).splitlines()[-1])).isdisjoint(HEAVY)
@@ -108,6 +109,53 @@ def test_config_show_prints_what_load_recipe_reads(
     shown.write_text(capsys.readouterr().out)
     recipe = load_recipe(shown)
     assert (recipe.train.seed, recipe.train.optim.lr, recipe.work) == (3, 2e-4, Path("elsewhere"))
+
+
+def test_drafter_describe(recipe_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def describe(recipe: Recipe | None, *rest: object) -> list[str]:
+        asked.append((recipe and (recipe.train.drafter.family, recipe.train.draft_vocab_size), *rest))
+        return ["first", "second"]
+
+    fake = ModuleType("fake")
+    fake.describe = describe  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "kvshot_ds.describe", fake)
+    assert kvshot(monkeypatch, "drafter", "describe", recipe_file, "train.drafter.family=dflash", "--train.draft_vocab_size", 9, "--context", 5) == 0
+    assert kvshot(monkeypatch, "drafter", "describe", "--all", "--target-shape", "qwen3-8b") == 0
+    assert asked == [(("dflash", 9), None, False, 5), (None, "qwen3-8b", True, 2048)]
+    assert capsys.readouterr().out == "first\nsecond\n" * 2
+
+
+def test_drafter_describe_names_the_known_shapes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from kvshot_ds.describe import SHAPES
+
+    assert kvshot(monkeypatch, "drafter", "describe", "--help") == 0
+    words = capsys.readouterr().out.replace(",", " ").split()
+    assert set(SHAPES) <= set(words)
+    assert kvshot(monkeypatch, "drafter", "describe", "--all", "--target-shape", "smollm2-135m", "--context", 1) == 0
+    assert "target smollm2-135m: 30 layers" in capsys.readouterr().out
+    assert kvshot(monkeypatch, "drafter", "describe") == 2
+    assert "nothing to describe" in capsys.readouterr().err
+
+
+def test_drafter_import(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[tuple[Path, Path, Path]] = []
+
+    class Report:
+        def lines(self) -> list[str]:
+            return ["imported", "note"]
+
+    def import_drafter(source: Path, target_folder: Path, out: Path) -> Report:
+        asked.append((source, target_folder, out))
+        return Report()
+
+    fake = ModuleType("fake")
+    fake.import_drafter = import_drafter  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "kvshot_ds.drafters.public", fake)
+    assert kvshot(monkeypatch, "drafter", "import", "theirs", "ours", "--target", "t") == 0
+    assert asked == [(Path("theirs"), Path("t"), Path("ours"))] and capsys.readouterr().out == "imported\nnote\n"
+    assert kvshot(monkeypatch, "drafter", "import", "theirs", "ours") == 2 and "--target" in capsys.readouterr().err
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

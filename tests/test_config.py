@@ -108,13 +108,13 @@ def test_bad_overrides(text: str) -> None:
         ("name=..", "name: String should match pattern"),
         ("train.seed=-1", "train.seed: Input should be greater than or equal to 0"),
         ("prep.sources=[{path: a, fromat: prompts}]", "prep.sources[0].fromat: no such option"),
-        ("capture.features.hidden_layers=last", "capture.features.hidden_layers: Input should be a valid tuple"),
+        ("capture.features.hidden_layers=first", "capture.features.hidden_layers: Input should be a valid tuple"),
         ("capture.features.hidden_layers=[1,1]", "capture.features.hidden_layers: expected at least one layer, none negative, none twice (found [1, 1])"),
         ("capture.features.kv_layers=[]", "capture.features.kv_layers: expected at least one layer"),
         ("train.drafter.family=eagle", "train.drafter: Input tag 'eagle'"),
         ("train.drafter.depht=1", "train.drafter.depht: no such option; did you mean train.drafter.depth?"),
         ("train.drafter.depth=0", "train.drafter.depth: Input should be greater"),
-        ("train.drafter.gate.init=random", "train.drafter.gate: exists only with train.drafter.family=hybrid"),
+        ("train.drafter.gate.init=random", "train.drafter.gate: exists only with train.drafter.family=hybrid or train.drafter.family=hybrid_block"),
     ],
 )
 def test_errors_name_the_option(tmp_path: Path, override: str, said: str) -> None:
@@ -131,7 +131,7 @@ def test_errors_are_listed_together(tmp_path: Path) -> None:
     ("overrides", "said"),
     [
         (["train.conversations_per_step=6", "train.conversations_per_micro_batch=4"], "conversations_per_step=6 is no multiple"),
-        (["train.drafter.family=hybrid", "train.drafter.kv.injection=none"], "a hybrid needs KV"),
+        (["train.drafter.family=hybrid", "train.drafter.kv.injection=none"], "drafter.family=hybrid needs KV"),
         (["train.drafter.family=kv_only", "train.drafter.kv.injection=per_layer"], "needs one target layer for each draft layer: depth=2"),
         (["train.drafter.family=hybrid", "train.drafter.kv={injection: per_layer, layers: [1, 2]}"], "needs one target layer for each draft layer: depth=1"),
         (["train.drafter.family=hybrid", "train.drafter.gate.init=bias:x"], "gate.init='bias:x' is none of"),
@@ -154,7 +154,7 @@ def test_family_in_an_override_replaces_the_drafter_of_the_file(tmp_path: Path) 
     assert (drafter.family, drafter.depth) == ("kv_only", 2) and not hasattr(drafter, "gate")
     for overrides in (["train.drafter.family=kv_only", "train.drafter.depth=4"], ["train.drafter.depth=4", "train.drafter.family=kv_only"]):
         assert load_recipe(path, tuple(overrides)).train.drafter.depth == 4, overrides
-    assert load_recipe(path, ("train.drafter.depth=3",)).train.drafter.model_dump()["gate"] == {"init": "random"}
+    assert load_recipe(path, ("train.drafter.depth=3",)).train.drafter.gate.init == "random"
 
 
 def test_the_family_may_be_left_at_its_default(tmp_path: Path) -> None:
@@ -203,6 +203,43 @@ def test_the_table_says_type_default_and_condition() -> None:
     assert table["name", ""].default == "required"
     assert table["prep.sources[].path", ""].default == "required"
     family = table["train.drafter.family", ""]
-    assert (family.type, family.default) == ("hidden_only|kv_only|hybrid", "hidden_only")
+    assert (family.type, family.default) == ("hidden_only|kv_only|hybrid|dflash|kv_block|hybrid_block", "hidden_only")
     assert table["train.drafter.depth", "train.drafter.family=kv_only"].default == "2"
-    assert table["capture.features.kv_layers", ""].type == "list of int or eagle3|none"
+    assert table["capture.features.kv_layers", ""].type == "list of int or eagle3|all|none"
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        ("drafter: {family: kv_only, gate: {init: random}}", "gate: exists only with"),
+        ("drafter: {family: dflash, block_size: 1}", "block_size: Input should be greater than or equal to 2"),
+        ("drafter: {family: dflash, depth: 0}", "depth: Input should be greater"),
+        ("drafter: {family: dflash, block_size: 4}", "objective.steps=7: a block of drafter.block_size=4 proposes 3"),
+        ("{drafter: {family: dflash}, objective: {drift: offline}}", "makes all its proposals in one step, nothing drifts"),
+        ("{drafter: {family: kv_block}, init: {head: random}}", "uses the target's frozen head"),
+        ("drafter: {family: hybrid, kv: {injection: none}}", "drafter.family=hybrid needs KV"),
+        ("drafter: {family: hybrid_block, kv: {injection: none}}", "drafter.family=hybrid_block needs KV"),
+        ("drafter: {family: hybrid, cross_only: true, gate: {kind: scalar}}", "leaves nothing to gate"),
+        ("drafter: {family: hybrid, gate: {kind: none, init: 'bias:1'}}", "gate.kind=none has no gate"),
+        ("drafter: {family: hybrid, gate: {kind: none, open_steps: 5}}", "gate.kind=none has no gate"),
+        ("drafter: {family: hybrid, gate: {floor: 0.5}}", "a floor needs both"),
+        ("drafter: {family: hybrid, gate: {init: open}}", "is none of random"),
+        ("drafter: {family: kv_only, kv: {injection: per_layer, layers: [1]}}", "per_layer needs one target layer for each draft layer"),
+        ("drafter: {family: kv_only, kv: {injection: per_layer, projector: mlp, layers: [1, 2]}}", "has nothing to project"),
+        ("drafter: {family: kv_only, kv: {injection: linear, qk_norm: true}}", "norms keys before they are rotated"),
+        ("{drafter: {family: kv_only}, objective: {kv_branch_weight: 1}}", "needs a KV branch beside another one"),
+        ("{drafter: {family: hybrid, cross_only: true}, objective: {kv_branch_weight: 1}}", "needs a KV branch beside another one"),
+        ("objective: {kv_gradient_scale: 50}", "hidden_only has no cross path"),
+        ("objective: {query_distill_weight: 1}", "needs a drafter that queries the target's KV cache"),
+        ("{drafter: {family: kv_only, kv: {injection: hidden_to_kv}}, objective: {query_distill_weight: 1}}", "needs a drafter that queries"),
+        ("objective: {anchors: 4, row_fraction: 0.5}", "both choose rows"),
+        ("init: {tensors: ['fc.*']}", "name a drafter in init.warm_start"),
+    ],
+)
+def test_impossible_combinations_say_what_to_change(tmp_path: Path, train: str, said: str) -> None:
+    assert said in complaint(tmp_path, f"{MINIMAL}train: {train if train.startswith('{') else '{' + train + '}'}\n")
+
+
+def test_the_paper_and_dflash_fit() -> None:
+    for drafter, steps in (({"family": "dflash", "block_size": 16}, 15), ({"family": "kv_block"}, 7), ({"family": "hidden_only", "hidden_layers": "last"}, 7)):
+        Recipe.model_validate({"name": "a", "work": "w", "target": {"path": "t"}, "train": {"drafter": drafter, "objective": {"steps": steps}}})

@@ -18,7 +18,7 @@ from kvshot_ds.features.batch import collate
 from kvshot_ds.features.shard import ShardSet
 from kvshot_ds.files import read_json
 from kvshot_ds.objectives.alignment import plan_rows
-from kvshot_ds.objectives.ttt import TTT
+from kvshot_ds.objectives.objective import Objective
 from kvshot_ds.target import load_parts
 from kvshot_ds.training.launch import run as train
 
@@ -56,8 +56,8 @@ def test_counts_per_conversation_do_not_depend_on_the_batching(trained, tiny_tar
     heldout = ShardSet.open(trained.shards_dir, "heldout")
     drafter, _ = load_drafter(trained.run_dir, "cpu", torch.float32)
     parts = load_parts(tiny_target)
-    drafter.bind(parts.embedding)
-    objective = TTT(drafter, ObjectiveConfig(steps=STEPS), parts.head)
+    drafter.bind(parts.embedding, parts.head)
+    objective = Objective(drafter, ObjectiveConfig(steps=STEPS), parts.head)
     table = Bigram.count(ShardSet.open(trained.shards_dir, "train"))
     one, many = (measure(objective, heldout, table, n, 0, torch.device("cpu")) for n in (1, 4))
     assert one.keys == many.keys == tuple(s.key for s in heldout.samples)

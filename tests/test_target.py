@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -15,11 +18,12 @@ from safetensors.torch import load_file, save_file
 from kvshot_ds.config import TargetConfig
 from kvshot_ds.errors import ConfigError
 from kvshot_ds.features.spec import FeatureSpec, teacher_rows
+from kvshot_ds.geometry import Geometry
 from kvshot_ds.target import Target, load_geometry, load_layer, load_parts, load_tokenizer, tokenizer_digest, weights_digest
 
 FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral")
 LAYERS = 5
-SPEC = FeatureSpec((0, 3), (1, 4), "last_hidden", "fp32")
+SPEC = FeatureSpec((0, 3), (1, 4), "last_hidden", "fp32", (1, 4))
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +37,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             max_position_embeddings=128, initializer_range=0.3, tie_word_embeddings=family == "Llama", bos_token_id=1, eos_token_id=2, **extra,
         )  # fmt: skip
         torch.manual_seed(number)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        for p in model.parameters():
+            if p.ndim == 1:  # norms and biases that a mix-up would not leave alone
+                p.data += 0.3 * torch.randn_like(p)
         made[family] = tmp_path_factory.mktemp("targets") / family.lower()
-        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(made[family])
+        model.save_pretrained(made[family])
     return made
 
 
@@ -74,6 +82,53 @@ def test_features_are_what_hf_returns(target: Target, lengths: tuple[int, ...]) 
         assert all(t.device.type == "cpu" and t.is_contiguous() for t in sample.values())
 
 
+def attention(sample: dict[str, torch.Tensor], layer: int, rows: np.ndarray, theta: float) -> torch.Tensor:
+    """Attention weights [R, A, S] in float64, from the query of each row, turned to its position, and the cached keys up to it."""
+    query, key = sample[f"query.{layer}"].double(), sample[f"key.{layer}"].double()
+    heads, width = query.shape[1:]
+    weights = torch.zeros(len(rows), heads, len(key), dtype=torch.float64)
+    frequency = theta ** (-2 * torch.arange(width // 2).double() / width)
+    for r, position in enumerate(rows.tolist()):
+        for head in range(heads):
+            plane = torch.complex(*query[r, head].chunk(2)) * torch.polar(torch.ones(width // 2).double(), position * frequency)
+            turned = torch.cat((plane.real, plane.imag))
+            scores = key[: position + 1, head // (heads // key.shape[1])] @ turned / width**0.5
+            weights[r, head, : position + 1] = scores.softmax(0)
+    return weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("lengths", [(40,), (60, 41, 7), (7, 60, 41)], ids=["single", "padded", "in another order"])
+def test_queries_and_keys_give_the_attention_that_hf_returns(target: Target, lengths: tuple[int, ...], dtype: torch.dtype) -> None:
+    eager = transformers.AutoModelForCausalLM.from_pretrained(target.folder, dtype=dtype, attn_implementation="eager")
+    tokens, turns = zip(*(conversation(n, n) for n in lengths), strict=True)
+    samples = Target(copy.deepcopy(target.model).to(dtype), target.geometry, target.folder).features(tokens, SPEC, turns)
+    for sequence, turn, sample in zip(tokens, turns, samples, strict=True):
+        rows = teacher_rows(turn)
+        with torch.no_grad():
+            expected = eager(torch.tensor([sequence]), output_attentions=True).attentions  # alone, without padding
+        for layer in SPEC.query_layers:
+            assert sample[f"query.{layer}"].shape == (len(rows), target.geometry.heads, target.geometry.head_dim)
+            found = attention(sample, layer, rows, 10_000.0)
+            torch.testing.assert_close(
+                found.float(), expected[layer][0][:, rows].transpose(0, 1).float(), rtol=0, atol=1e-4 if dtype == torch.float32 else 1e-5
+            )
+
+
+@pytest.mark.parametrize("teacher", ["last_hidden", "none"])
+def test_queries_are_taken_where_asked_and_disturb_nothing(target: Target, teacher: Literal["last_hidden", "none"]) -> None:
+    tokens, turn = conversation(30, 6)
+    hooks = [len(module._forward_hooks) for module in target.model.modules()]  # transformers has hooks of its own
+    whole = target.features([tokens], SPEC, [turn])[0]
+    with target.watch(range(LAYERS)) as ran:
+        sample = target.features([tokens], FeatureSpec((0,), (), teacher, "bf16", (1,)), [turn])[0]
+    assert sorted(ran) == ([0, 1] if teacher == "none" else list(range(LAYERS)))
+    assert tuple(sample)[:4] == ("tokens", "turn", "hidden.0", "query.1") and torch.equal(sample["query.1"], whole["query.1"].bfloat16())
+    bare = target.features([tokens], dataclasses.replace(SPEC, query_layers=()), [turn])[0]
+    assert bare.keys() == whole.keys() - {"query.1", "query.4"} and all(torch.equal(bare[key], whole[key]) for key in bare)
+    assert hooks == [len(module._forward_hooks) for module in target.model.modules()], "a hook was left"
+
+
 def test_padding_leaves_no_trace(target: Target) -> None:
     (short, turn), (long, long_turn) = conversation(12, 1), conversation(50, 2)
     alone, padded = target.features([short], SPEC, [turn])[0], target.features([short, long], SPEC, [turn, long_turn])[0]
@@ -93,6 +148,7 @@ def test_teacher_in_blocks_equals_whole(target: Target, monkeypatch: pytest.Monk
 def test_no_supervised_token_gives_empty_teacher(target: Target) -> None:
     sample = target.features([[3, 4, 5]], SPEC, [[0, 0, 0]])[0]
     assert target.features([[3]], SPEC, [[1]])[0]["hidden.3"].shape == (1, 48)
+    assert sample["query.4"].shape == (0, 4, target.geometry.head_dim)
     assert sample["teacher.hidden"].shape == (0, 48) and sample["teacher.argmax"].dtype == torch.int32 and sample["teacher.lse"].shape == (0,)
 
 
@@ -121,6 +177,27 @@ def test_watch_and_cache_while_decoding(target: Target) -> None:
     before = dict(hidden)
     target.forward(torch.tensor([tokens]))
     assert hidden == before, "a closed watch still records"
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Qwen2"])
+def test_a_window_as_long_as_the_context_leaves_nothing_out(family: str) -> None:
+    options = {"sliding_window": 20, "max_position_embeddings": 20} | ({"use_sliding_window": True, "max_window_layers": 1} if family == "Qwen2" else {})
+    config = getattr(transformers, f"{family}Config")(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=50, **options
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    windowed = Target(model, Geometry.from_hf(config), Path("windowed"))
+    tokens = torch.randint(50, (1, 20), generator=torch.Generator().manual_seed(1))
+    whole, cache = windowed.forward(tokens), windowed.new_cache()
+    windowed.forward(tokens[:, :12], cache)
+    windowed.forward(tokens[:, :8], cache)  # a draft up to the end of the context, then taken back, as decoding does
+    cache.crop(-8)
+    steps = [windowed.forward(tokens[:, i : i + 1], cache) for i in range(12, 20)]
+    torch.testing.assert_close(torch.cat(steps, 1), whole[:, 12:], rtol=1e-4, atol=1e-5)
+    sample = windowed.features([tokens[0]], FeatureSpec((), (0, 2), "none", "fp32"), [[0] * 20])[0]
+    for layer in (0, 2):
+        torch.testing.assert_close(cache.layers[layer].keys[0].transpose(0, 1), sample[f"key.{layer}"], rtol=1e-4, atol=1e-5)
 
 
 def test_target_is_frozen(target: Target) -> None:
@@ -210,6 +287,9 @@ def test_bad_weights_are_refused_by_name(folders: dict[str, Path], tmp_path: Pat
     (sharded / "model.safetensors").unlink()
     (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
     refused(sharded, "names model-1.safetensors, which is not there")
+    for text in ("{}", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'):
+        (sharded / "model.safetensors.index.json").write_text(text)
+        refused(sharded, r"index\.json: expected a mapping weight_map of tensor names to files")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")

@@ -68,7 +68,7 @@ def run(recipe: Recipe) -> dict[str, dict[str, Any]]:
             continue
         target = target or Target.load(recipe.target.model_copy(update={"dtype": recipe.decode.dtype}))
         drafter, _ = load_drafter(folder, target.device, DTYPES[recipe.decode.dtype])
-        drafter.bind(target.model.get_input_embeddings().weight)
+        drafter.bind(target.model.get_input_embeddings().weight, target.model.get_output_embeddings().weight)
         compared = compare(target, drafter, prompts, recipe.decode, place.name)
         result = {"name": place.name, "digest": stamp, **summary(recipe, target, compared), "skipped": skipped}
         result["provenance"] = origin(options=recipe.decode.model_dump(mode="json"))

@@ -1,20 +1,22 @@
-"""Merged prefix + diagonal attention: the shape that makes test-time training fast (algorithms of arXiv 2503.01840, 2604.26412).
+"""Merged attention over a shared prefix and a row's own entries: the shape that makes draft training fast (arXiv 2503.01840, 2602.06036).
 
-At step k a query row anchored at position t sees the prefix keys j <= t of its own document and one key of each
-draft step i <= k, at its own row. Only the prefix needs a matrix product. It runs on a fused kernel that returns the
-log-sum-exp; the few diagonal scores are element-wise; both are merged by log-sum-exp. The kernel's own backward,
-given the *merged* output and log-sum-exp, yields the exact prefix gradients. No S x S matrix exists in either pass.
+A row is anchored at position t. Its b queries (test-time training: one; a block: its slots) see the prefix keys j <= t of
+its own document and a handful of entries of its own: one of each draft step so far, or those of its block. Only the prefix
+needs large matrix products. They run on a fused kernel that returns the log-sum-exp; the own entries are small batched
+products; all parts are merged by log-sum-exp. The kernel's own backward, given the *merged* output and log-sum-exp, yields
+the exact prefix gradients. No S x S matrix exists in either pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 _KEY_CHUNK = 512  # keys scored at once by the portable kernel
+_ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -38,199 +40,255 @@ class KV(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """One kernel call: rows [q0, q1) against keys [k0, k1), square and causal or fully visible."""
+    """One kernel call: the queries [rows, slots] against `keys`, square and causal or fully visible. first: nothing to merge with yet."""
 
-    q0: int
-    q1: int
-    k0: int
-    k1: int
+    rows: slice
+    slots: slice
+    keys: slice
     causal: bool
+    first: bool
 
 
-def _blocks(spans: Sequence[Span]) -> list[_Block]:
-    """Kernel calls of `spans`. A row lies in at most two blocks: the keys all rows of its span see, and a causal square."""
-    out = []
+def _blocks(spans: Sequence[Span], b: int, square: int) -> Iterator[_Block]:
+    """Kernel calls of `spans` with b queries a row: the keys all rows of a span see, then the causal rest; few rows of many queries one by one."""
     for s in spans:
-        if s.anchor == s.start:
-            out.append(_Block(s.row, s.row + s.count, s.start, s.start + s.count, True))
+        shared = s.anchor > s.start
+        if s.count <= shared + b:
+            for i in range(s.count):
+                yield _Block(slice(s.row + i, s.row + i + 1), _ALL, slice(s.start, s.anchor + i + 1), False, True)
             continue
-        out.append(_Block(s.row, s.row + s.count, s.start, s.anchor + 1, False))
-        if s.count > 1:
-            out.append(_Block(s.row + 1, s.row + s.count, s.anchor + 1, s.anchor + s.count, True))
-    return out
+        if shared:
+            yield _Block(slice(s.row, s.row + s.count), _ALL, slice(s.start, s.anchor + 1), False, True)
+        # The first row sees nothing beyond the shared keys.
+        yield from _triangle(s.row + shared, s.anchor + shared, s.count - shared, b, square, not shared)
+
+
+def _triangle(row: int, key: int, count: int, b: int, square: int, first: bool) -> Iterator[_Block]:
+    """Calls for `count` rows of which row + i sees the keys [key, key + i]: causal squares of at most `square` rows, and what lies below them."""
+    if count <= square:
+        for j in range(b):
+            yield _Block(slice(row, row + count), slice(j, j + 1), slice(key, key + count), True, first)
+        return
+    half = -(-count // (2 * square)) * square
+    yield from _triangle(row, key, half, b, square, first)
+    yield _Block(slice(row + half, row + count), _ALL, slice(key, key + half), False, first)
+    yield from _triangle(row + half, key + half, count - half, b, square, False)
 
 
 def merged_attention(q: torch.Tensor, prefix: KV | None, steps: Sequence[KV], spans: Sequence[Span], scale: float) -> torch.Tensor:
-    """Attention of N rows over their prefix and their own draft steps.
+    """Attention of N rows of b queries over their prefix and the entries of their own.
 
-    q [N, A, D]; prefix [T, G, D] or None (no prefix at all); steps: KV of draft steps, each [N, G, D]; spans cover
-    every row once if there is a prefix; A a multiple of G. Returns [N, A, D] in q's dtype. Differentiable in q, prefix and steps.
-    Raises ValueError when there is nothing to attend to.
+    q [N, b, A, D]; prefix [T, G, D] or None (no prefix at all); steps: entries of the rows, each [N, G, D] and visible to
+    all b queries of its row; spans cover every row once if there is a prefix; A a multiple of G. Returns [N, b, A, D] in
+    q's dtype. Differentiable in q, prefix and steps. Raises ValueError when there is nothing to attend to.
     """
     if prefix is None and not steps:
         raise ValueError("merged_attention: neither a prefix nor draft steps to attend to")
-    none = q.new_empty(0, *q.shape[1:])
-    pk, pv = prefix if prefix is not None else (none, none)
-    sk = torch.stack([s.k for s in steps]) if steps else none
-    sv = torch.stack([s.v for s in steps]) if steps else none
-    return _Merged.apply(q, pk, pv, sk, sv, _blocks(spans) if prefix is not None else [], scale)
+    kernel = _kernel_for(q)
+    blocks = list(_blocks(spans, q.shape[1], kernel.square)) if prefix is not None else []
+    k, v = prefix if prefix is not None else (None, None)
+    return _Merged.apply(q, k, v, blocks, kernel, scale, *(s.k for s in steps), *(s.v for s in steps))
 
 
 class _Merged(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, pk: torch.Tensor, pv: torch.Tensor, sk: torch.Tensor, sv: torch.Tensor, blocks: list[_Block], scale: float
+        ctx: Any, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, blocks: list[_Block], kernel: Any, scale: float, *own: torch.Tensor
     ) -> torch.Tensor:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        out = q.new_zeros(q.shape, dtype=wide)
-        lse = q.new_full(q.shape[:2], float("-inf"), dtype=wide)
-        kernel = _kernel_for(q)
-        saved = []
-        for b in blocks:
-            o, part, rest = kernel.forward(q[b.q0 : b.q1], pk[b.k0 : b.k1], pv[b.k0 : b.k1], b.causal, scale)
-            saved.append(rest)
-            _merge(out[b.q0 : b.q1], lse[b.q0 : b.q1], o, part)
-        if sk.numel():
-            scores = _grouped_scores(q, sk, scale)  # [I, N, A]
-            total = torch.logaddexp(lse, torch.logsumexp(scores, 0))
-            out.mul_((lse - total).exp_().unsqueeze(-1))
-            weights = (scores - total).exp_()
-            groups = _groups(out, sv.shape[-2])
-            for weight, value in zip(weights, sv, strict=True):
-                groups.addcmul_(_groups(weight.unsqueeze(-1), sv.shape[-2]), value.unsqueeze(2).to(wide))
-            lse = total
+        q = q.contiguous()
+        out = lse = None
+        rest: tuple[Any, ...] = ()
+        if k is not None and v is not None:
+            out, lse, rest = _prefix_forward(q, k, v, blocks, kernel, scale)
+        if own:
+            out, lse = _own_forward(q, own, out, lse, scale)
+        assert out is not None
         result = out.to(q.dtype)
-        ctx.save_for_backward(q, pk, pv, sk, sv, result, lse)
-        ctx.blocks, ctx.scale, ctx.kernel, ctx.rest = blocks, scale, kernel, saved
+        ctx.save_for_backward(q, k, v, result, lse, *own)
+        ctx.blocks, ctx.kernel, ctx.scale, ctx.rest = blocks, kernel, scale, rest
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, pk, pv, sk, sv, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, *own = ctx.saved_tensors
         grad = grads[0].contiguous()
-        wide = lse.dtype
-        dq = torch.zeros_like(q, dtype=wide)
-        dpk, dpv = torch.zeros_like(pk, dtype=wide), torch.zeros_like(pv, dtype=wide)
-        for b, rest in zip(ctx.blocks, ctx.rest, strict=True):
-            rows, keys = slice(b.q0, b.q1), slice(b.k0, b.k1)
-            gq, gk, gv = ctx.kernel.backward(grad[rows], q[rows], pk[keys], pv[keys], out[rows], lse[rows], b.causal, ctx.scale, rest)
-            dq[rows] += gq
-            dpk[keys] += gk
-            dpv[keys] += gv
-        dsk = dsv = None
-        if sk.numel():
-            heads = sk.shape[-2]
-            weights = (_grouped_scores(q, sk, ctx.scale) - lse).exp_()  # [I, N, A]
-            g = grad.to(wide)
-            delta = (g * out.to(wide)).sum(-1)
-            dsk, dsv = torch.empty_like(sk), torch.empty_like(sv)
-            g_groups, q_groups, dq_groups = _groups(g, heads), _groups(q.to(wide), heads), _groups(dq, heads)
-            for i, weight in enumerate(weights):
-                value, key = sv[i].unsqueeze(2).to(wide), sk[i].unsqueeze(2).to(wide)
-                w = _groups(weight.unsqueeze(-1), heads)  # [N, G, A/G, 1]
-                ds = w * ((g_groups * value).sum(-1, keepdim=True) - _groups(delta.unsqueeze(-1), heads)) * ctx.scale
-                dsv[i] = (w * g_groups).sum(2)
-                dsk[i] = (ds * q_groups).sum(2)
-                dq_groups.addcmul_(ds, key)
-        return dq.to(q.dtype), dpk.to(pk.dtype), dpv.to(pv.dtype), dsk, dsv, None, None
+        dq, dk, dv, down = None, None, None, [None] * len(own)
+        if k is not None:
+            dq, dk, dv = _prefix_backward(grad, q, k, v, out, lse, ctx)
+        if own:
+            dq, down = _own_backward(grad, q, own, out, lse, dq, ctx.scale)
+        return dq.to(q.dtype), dk, dv, None, None, None, *down
 
 
-def _groups(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """[N, A, D] viewed as [N, G, A/G, D]."""
-    return x.view(x.shape[0], heads, -1, x.shape[-1])
-
-
-def _grouped_scores(q: torch.Tensor, sk: torch.Tensor, scale: float) -> torch.Tensor:
-    """Scores of every row against its own key of each step: q [N, A, D], sk [I, N, G, D] -> [I, N, A]."""
+def _prefix_forward(q, k, v, blocks, kernel, scale):
+    """Output [N, b, A, D] and log-sum-exp [N, b, A] over the prefix alone, and what the kernel wants back."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    groups = _groups(q.to(wide), sk.shape[-2])
-    return torch.stack([(groups * k.unsqueeze(2).to(wide)).sum(-1).flatten(1) for k in sk]) * scale
+    out, lse = q.new_empty(q.shape, dtype=wide), q.new_empty(q.shape[:-1], dtype=wide)
+    rest: tuple[Any, ...] = ()
+    for at in blocks:
+        here = at.rows, at.slots
+        o, part, rest = kernel.forward(_by_head(q[here], k), k[at.keys].transpose(0, 1), v[at.keys].transpose(0, 1), at.causal, scale)
+        o, part = o.permute(2, 0, 1, 3).reshape(out[here].shape), part.permute(2, 0, 1).reshape(lse[here].shape)
+        if at.first:
+            out[here], lse[here] = o, part
+        else:
+            total = torch.logaddexp(lse[here], part)
+            out[here].mul_((lse[here] - total).exp_().unsqueeze(-1)).addcmul_(o.to(wide), (part - total).exp_().unsqueeze(-1))
+            lse[here] = total
+    return out, lse, rest
 
 
-def _merge(out: torch.Tensor, lse: torch.Tensor, o: torch.Tensor, part: torch.Tensor) -> None:
-    """Folds a partial result (o [n, A, D], part [n, A]) into out, lse in place."""
-    total = torch.logaddexp(lse, part)
-    out.mul_((lse - total).exp_().unsqueeze(-1)).add_(o * (part - total).exp_().unsqueeze(-1))
-    lse.copy_(total)
+def _prefix_backward(grad, q, k, v, out, lse, ctx):
+    """Gradients of q (in fp32 at least) and of the prefix, from the merged output and log-sum-exp."""
+    dq = torch.empty_like(q, dtype=lse.dtype)
+    dk, dv = (torch.zeros_like(t, dtype=lse.dtype) if need else None for t, need in ((k, ctx.needs_input_grad[1]), (v, ctx.needs_input_grad[2])))
+    for at in ctx.blocks:
+        here = at.rows, at.slots
+        rows = [_by_head(t[here], k) for t in (grad, q, out, lse.unsqueeze(-1))]
+        gq, gk, gv = ctx.kernel.backward(*rows, k[at.keys].transpose(0, 1), v[at.keys].transpose(0, 1), at.causal, ctx.scale, ctx.rest)
+        gq = gq.permute(2, 0, 1, 3).reshape(dq[here].shape)
+        if at.first:
+            dq[here] = gq
+        else:
+            dq[here] += gq
+        if dk is not None:
+            dk[at.keys] += gk.transpose(0, 1)
+        if dv is not None:
+            dv[at.keys] += gv.transpose(0, 1)
+    return dq, None if dk is None else dk.to(k.dtype), None if dv is None else dv.to(v.dtype)
+
+
+def _own_forward(q, own, out, lse, scale):
+    """Adds the rows' own entries to out [N, b, A, D], lse [N, b, A] (in place), or starts them if None."""
+    rows, keys, values = _own(q, own)
+    scores = _product(rows, keys.transpose(-1, -2)).mul_(scale)  # [N, G, b·A/G, I]
+    total = torch.logsumexp(scores, -1)
+    if lse is not None:
+        lse = _grouped(lse.unsqueeze(-1), keys).squeeze(-1)
+        total = torch.logaddexp(lse, total)
+    added = _ungrouped(_product(scores.sub_(total.unsqueeze(-1)).exp_(), values), q)
+    if out is not None and lse is not None:
+        added = out.mul_(_ungrouped((lse - total).exp_().unsqueeze(-1), q)).add_(added)
+    return added, _ungrouped(total.unsqueeze(-1), q).squeeze(-1)
+
+
+def _own_backward(grad, q, own, out, lse, dq, scale):
+    """Gradient of q, added to dq (in place) unless that is None, and of the entries in the order of `own`."""
+    rows, keys, values = _own(q, own)
+    g = _grouped(grad, keys)
+    weights = _product(rows, keys.transpose(-1, -2)).mul_(scale).sub_(_grouped(lse.unsqueeze(-1), keys)).exp_()  # [N, G, b·A/G, I]
+    delta = (g * _grouped(out, keys)).sum(-1, keepdim=True)
+    ds = _product(g, values.transpose(-1, -2)).sub_(delta).mul_(weights).mul_(scale)
+    from_own = _ungrouped(_product(ds, keys), q)
+    dk, dv = (_product(s.transpose(-1, -2), x).to(own[0].dtype).unbind(2) for s, x in ((ds, rows), (weights, g)))
+    return from_own if dq is None else dq.add_(from_own), [*dk, *dv]
+
+
+def _own(q: torch.Tensor, own: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries [N, G, b·A/G, D] and the keys and values [N, G, I, D] of their own entries, in fp32 at least."""
+    wide, half = torch.promote_types(q.dtype, torch.float32), len(own) // 2
+    keys, values = (torch.stack(list(part), 2).to(wide) for part in (own[:half], own[half:]))
+    return _grouped(q, keys), keys, values
+
+
+def _grouped(x: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """[N, b, A, D] -> [N, G, b·A/G, D] in the dtype of keys [N, G, …]; a view if b is 1."""
+    return x.unflatten(2, (keys.shape[1], -1)).transpose(1, 2).flatten(2, 3).to(keys.dtype)
+
+
+def _ungrouped(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """[N, G, b·A/G, D] -> [N, b, A, D] as q has them."""
+    return x.unflatten(2, (q.shape[1], -1)).transpose(1, 2).flatten(2, 3)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [N, G, n, i] @ b [N, G, i, m]; an outer product is element-wise, which libraries of small matrix products do badly."""
+    return a * b if a.shape[-1] == 1 else a @ b
+
+
+def _by_head(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Queries [n, b, A, D] as the kernels take them: a view [G, A/G, n·b, D], k being [m, G, D]."""
+    return x.flatten(0, 1).unflatten(1, (k.shape[1], -1)).permute(1, 2, 0, 3)
 
 
 class _CpuKernel:
     """torch's fused CPU attention (fp32, fp64, bf16)."""
 
-    @staticmethod
-    def forward(q, k, v, causal, scale):
-        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*_heads_first(q, *_expand(q, k, v)), 0.0, causal, scale=scale)
-        return o[0].transpose(0, 1), lse[0].transpose(0, 1), ()
+    # It leaves out hidden keys in steps of 512, so that small squares with rectangles below them cost less than a large one.
+    square = 128
 
     @staticmethod
-    def backward(grad, q, k, v, out, lse, causal, scale, rest):
-        hq, hk, hv = _heads_first(q, *_expand(q, k, v))
-        hg, ho = _heads_first(grad, out)
+    def forward(q, k, v, causal, scale):
+        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, _spread(k, q), _spread(v, q), 0.0, causal, scale=scale)
+        return o, lse, ()
+
+    @staticmethod
+    def backward(grad, q, out, lse, k, v, causal, scale, rest):
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            hg, hq, hk, hv, ho, lse.transpose(0, 1)[None].contiguous(), 0.0, causal, scale=scale
+            grad, q, _spread(k, q), _spread(v, q), out, lse.squeeze(-1).contiguous(), 0.0, causal, scale=scale
         )
-        return dq[0].transpose(0, 1), _shrink(dk, k), _shrink(dv, v)
+        return dq, dk.sum(1), dv.sum(1)
 
 
 class _CudaFlashKernel:
     """torch's CUDA flash attention (bf16, fp16)."""
 
-    @staticmethod
-    def forward(q, k, v, causal, scale):
-        o, lse, cu_q, cu_k, max_q, max_k, seed, offset, _ = torch.ops.aten._scaled_dot_product_flash_attention(
-            *_heads_first(q, *_expand(q, k, v)), 0.0, causal, False, scale=scale
-        )
-        return o[0].transpose(0, 1), lse[0].transpose(0, 1), (cu_q, cu_k, max_q, max_k, seed, offset)
+    square = 1 << 62
 
     @staticmethod
-    def backward(grad, q, k, v, out, lse, causal, scale, rest):
-        cu_q, cu_k, max_q, max_k, seed, offset = rest
-        hq, hk, hv = _heads_first(q, *_expand(q, k, v))
-        hg, ho = _heads_first(grad, out)
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            hg, hq, hk, hv, ho, lse.transpose(0, 1)[None].contiguous(), cu_q, cu_k, max_q, max_k, 0.0, causal, seed, offset, scale=scale
+    def forward(q, k, v, causal, scale):
+        o, lse, _, _, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k.unsqueeze(1), v.unsqueeze(1), 0.0, causal, False, scale=scale
         )
-        return dq[0].transpose(0, 1), _shrink(dk, k), _shrink(dv, v)
+        return o, lse, (seed, offset)
+
+    @staticmethod
+    def backward(grad, q, out, lse, k, v, causal, scale, rest):
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k.unsqueeze(1), v.unsqueeze(1), out, lse.squeeze(-1).contiguous(), None, None, q.shape[2], k.shape[1], 0.0, causal, *rest, scale=scale
+        )
+        return dq, dk.squeeze(1), dv.squeeze(1)
 
 
 class PortableKernel:
     """Plain torch operations, one chunk of keys at a time: linear memory on any device and dtype."""
 
+    square = 512
+
     @staticmethod
-    def _scores(q, k, j, causal, scale, wide):
-        keys = k[j : j + _KEY_CHUNK].to(wide)
-        s = torch.einsum("ngad,mgd->ngam", _groups(q.to(wide), k.shape[1]), keys) * scale
+    def _scores(q, k, j, causal, scale):
+        keys = k[:, None, j : j + _KEY_CHUNK].to(q.dtype)
+        s = (q @ keys.transpose(-1, -2)).mul_(scale)
         if causal:
-            hidden = torch.arange(j, j + len(keys), device=q.device) > torch.arange(len(q), device=q.device)[:, None]
-            s = s.masked_fill(hidden[:, None, None], float("-inf"))
+            hidden = torch.arange(j, j + keys.shape[2], device=q.device) > torch.arange(q.shape[2], device=q.device)[:, None]
+            s.masked_fill_(hidden, float("-inf"))
         return s, keys
 
     @staticmethod
     def forward(q, k, v, causal, scale):
-        wide = torch.promote_types(q.dtype, torch.float32)
-        out, lse = q.new_zeros(q.shape, dtype=wide), q.new_full(q.shape[:2], float("-inf"), dtype=wide)
-        for j in range(0, len(k), _KEY_CHUNK):
-            s, _ = PortableKernel._scores(q, k, j, causal, scale, wide)
-            part = s.logsumexp(-1)
-            p = (s - part.clamp_min(torch.finfo(wide).min).unsqueeze(-1)).exp_()
-            o = torch.einsum("ngam,mgd->ngad", p, v[j : j + _KEY_CHUNK].to(wide)).reshape(q.shape)
-            _merge(out, lse, o, part.flatten(1))
+        q = q.to(torch.promote_types(q.dtype, torch.float32))
+        out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], float("-inf"))
+        for j in range(0, k.shape[1], _KEY_CHUNK):
+            s, _ = PortableKernel._scores(q, k, j, causal, scale)
+            total = torch.logaddexp(lse, s.logsumexp(-1))
+            p = s.sub_(total.unsqueeze(-1)).exp_()
+            out.mul_((lse - total).exp_().unsqueeze(-1)).add_(p @ v[:, None, j : j + _KEY_CHUNK].to(q.dtype))
+            lse = total
         return out, lse, ()
 
     @staticmethod
-    def backward(grad, q, k, v, out, lse, causal, scale, rest):
-        wide, heads = lse.dtype, k.shape[1]
-        g, dq = _groups(grad.to(wide), heads), torch.zeros_like(q, dtype=wide)
-        dk, dv = torch.empty_like(k, dtype=wide), torch.empty_like(v, dtype=wide)
-        delta = (g * _groups(out.to(wide), heads)).sum(-1, keepdim=True)
-        for j in range(0, len(k), _KEY_CHUNK):
-            s, keys = PortableKernel._scores(q, k, j, causal, scale, wide)
-            p = (s - _groups(lse.unsqueeze(-1), heads)).exp_()
-            values = v[j : j + _KEY_CHUNK].to(wide)
-            ds = p * (torch.einsum("ngad,mgd->ngam", g, values) - delta) * scale
-            dv[j : j + _KEY_CHUNK] = torch.einsum("ngam,ngad->mgd", p, g)
-            dk[j : j + _KEY_CHUNK] = torch.einsum("ngam,ngad->mgd", ds, _groups(q.to(wide), heads))
-            dq += torch.einsum("ngam,mgd->ngad", ds, keys).reshape(q.shape)
+    def backward(grad, q, out, lse, k, v, causal, scale, rest):
+        grad, q, out = (t.to(lse.dtype) for t in (grad, q, out))
+        dq = torch.zeros_like(q)
+        dk, dv = (torch.empty_like(t, dtype=lse.dtype) for t in (k, v))
+        delta = (grad * out).sum(-1, keepdim=True)
+        for j in range(0, k.shape[1], _KEY_CHUNK):
+            s, keys = PortableKernel._scores(q, k, j, causal, scale)
+            p = s.sub_(lse).exp_()
+            ds = (grad @ v[:, None, j : j + _KEY_CHUNK].to(q.dtype).transpose(-1, -2)).sub_(delta).mul_(p).mul_(scale)
+            dv[:, j : j + _KEY_CHUNK] = (p.transpose(-1, -2) @ grad).sum(1)
+            dk[:, j : j + _KEY_CHUNK] = (ds.transpose(-1, -2) @ q).sum(1)
+            dq += ds @ keys
         return dq, dk, dv
 
 
@@ -242,18 +300,6 @@ def _kernel_for(q: torch.Tensor) -> Any:
     return PortableKernel
 
 
-def _heads_first(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """[n, A, D] -> [1, A, n, D], as the kernels want it."""
-    return tuple(t.transpose(0, 1)[None] for t in tensors)
-
-
-def _expand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values repeated to q's head count."""
-    repeat = q.shape[1] // k.shape[1]
-    return (k, v) if repeat == 1 else (k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1))
-
-
-def _shrink(grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Gradient [1, A, n, D] of repeated heads summed back to [n, G, D]."""
-    n, heads, width = like.shape
-    return grad[0].reshape(heads, -1, n, width).sum(1).transpose(0, 1)
+def _spread(k: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """[G, m, D] -> [G, A/G, m, D] without a copy: the heads of a group read the same keys."""
+    return k.unsqueeze(1).expand(-1, q.shape[1], -1, -1)

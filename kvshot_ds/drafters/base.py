@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from kvshot_ds.drafters.layer import GatedDelta
-from kvshot_ds.drafters.layers import KVProjector, RMSNorm, Rotary, Rotation
-from kvshot_ds.drafters.state import DraftState, Rows, Start
+from kvshot_ds.drafters.gate import GatedDelta
+from kvshot_ds.drafters.layer import DraftLayer, LayerOutput
+from kvshot_ds.drafters.layers import RMSNorm, Rotary, Rotation
+from kvshot_ds.drafters.projector import KVProjector
+from kvshot_ds.drafters.state import PLAIN, DraftState, Extras, Memory, Rows, Start
 from kvshot_ds.features.spec import FeatureSpec
 from kvshot_ds.geometry import Geometry
 
 
-class Drafter(nn.Module):
-    """One draft step at a time, for many rows (training) or one (decoding).
+class Unrolled(NamedTuple):
+    """All steps of a training forward. h [K, N, d]; kv_branch [K, N, d]; queries: by layer [K, N, A, D], where asked for."""
 
-    A row is anchored at position t: it knows target states at positions <= t and tokens <= t + 1. Step k reads the
-    token at t + 1 + k and returns the un-normed hidden state h [N, d] from which `logits` proposes the token at
-    t + 2 + k. Training, evaluation and decoding call the same two methods: `begin` (step 0) and `forward_step` (k >= 1).
+    h: torch.Tensor
+    kv_branch: torch.Tensor | None = None
+    queries: tuple[torch.Tensor, ...] = ()
+
+
+class Drafter(nn.Module):
+    """What all families share: draft layers, a head over a draft vocabulary, the target's embedding on loan.
+
+    A row is anchored at position t: it knows target states at positions <= t and tokens <= t + 1. Draft step k = 0, 1, …
+    proposes the token at t + 2 + k from the un-normed hidden state h [N, d]. Training calls `unroll`, decoding `draft`.
 
     d2t [V_d] int64: draft id i proposes target id i + d2t[i]; t2d [V] bool: the target ids that can be proposed.
+    own_head: the head is trained and saved with the drafter; otherwise the target's rows are lent by `bind`.
+    recompute: layers are recomputed in the backward pass instead of keeping their activations.
     """
 
     family: str
@@ -30,67 +43,89 @@ class Drafter(nn.Module):
     d2t: torch.Tensor
     t2d: torch.Tensor
 
-    def __init__(self, g: Geometry, depth: int, draft_vocab_size: int):
+    def __init__(self, g: Geometry, depth: int, draft_vocab_size: int, own_head: bool = True):
         super().__init__()
-        self.g, self.depth = g, depth
+        self.g, self.depth, self.recompute = g, depth, False
         self.rotary = Rotary(g)
         self.norm = RMSNorm(g.hidden_size, g.norm_eps)
-        self.lm_head = nn.Linear(g.hidden_size, draft_vocab_size, bias=False)
+        self.lm_head = nn.Linear(g.hidden_size, draft_vocab_size, bias=False) if own_head else None
         self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(g.vocab_size, dtype=torch.bool))
-        self._embedding: list[torch.Tensor] = []
+        self._lent: list[torch.Tensor] = []
 
     @abstractmethod
     def required_features(self) -> FeatureSpec:
         """What must have been captured to train this drafter."""
 
     @abstractmethod
-    def begin(self, state: DraftState, start: Start) -> torch.Tensor:
-        """Takes in the target's states at the n positions of `start` and runs step 0 at its selected rows: h [N, d]."""
+    def unroll(self, start: Start, tokens: torch.Tensor, extras: Extras = PLAIN) -> Unrolled:
+        """All K draft steps at the selected rows of `start`, teacher-forced: tokens [K, N] = x_{t+1+k}."""
 
-    def forward_step(self, state: DraftState, tokens: torch.Tensor, k: int) -> torch.Tensor:
-        """Step k >= 1 at the rows of the last `begin`. tokens [N]: x_{t+1+k}. Returns h [N, d]."""
-        assert state.rows is not None
-        rotations = self.rotations(state.rows, k)
-        x = self.embed(tokens)
-        for layer, own, cross in zip(self.layers, state.own, state.cross, strict=True):
-            x = layer(x, state.hidden, own, cross, state.rows, rotations)
-        state.hidden = x
-        return x
+    @abstractmethod
+    def draft(self, state: DraftState, start: Start, length: int) -> torch.Tensor:
+        """Greedy proposals, at most `length`, from the last position of `start` (one row): target ids [<= length]."""
 
-    def rotations(self, rows: Rows, k: int) -> tuple[Rotation, Rotation]:
-        """Rotations of the self path and of the cross path at step k of `rows`. The one place that settles positions.
+    def run_layer(
+        self,
+        i: int,
+        state: DraftState,
+        x: torch.Tensor,
+        rows: Rows,
+        rotations: tuple[Rotation, Rotation],
+        hidden: torch.Tensor | None = None,
+        *,
+        to_prefix: bool = False,
+        select: torch.Tensor | None = None,
+        block: int = 1,
+    ) -> torch.Tensor:
+        """Layer i on x, its memories taken from `state` and left there: h [N, d]. See `DraftLayer.forward`."""
+        layer, last = self.layers[i], i == self.depth - 1
+        extras = Extras(state.extras.kv_branch and last, state.extras.queries)
 
-        Self path: EAGLE-3 code bases put the token of t + 1 + k at rotary position t + k; kept, for weight compatibility.
-        Cross path: the target's keys carry absolute positions, so a draft entry has its true one, t + 1 + k.
-        """
-        return self.rotary(rows.positions + k), self.rotary(rows.positions + k + 1)
+        def call(x: torch.Tensor, hidden: torch.Tensor | None, own: Memory, cross: Memory) -> LayerOutput:
+            return layer(x, hidden, own, cross, rows, rotations, extras, to_prefix=to_prefix, select=select, block=block)
+
+        if self.recompute and torch.is_grad_enabled():
+            out = checkpoint(call, x, hidden, state.own[i], state.cross[i], use_reentrant=False, preserve_rng_state=False)
+        else:
+            out = call(x, hidden, state.own[i], state.cross[i])
+        state.own[i], state.cross[i] = out.own, out.cross
+        if last:
+            state.kv_branch = out.kv_branch
+        if out.query is not None:
+            state.queries = (*state.queries[:i], out.query)
+        return out.h
+
+    @property
+    def draft_layers(self) -> list[DraftLayer]:
+        return [layer for layer in self.layers if isinstance(layer, DraftLayer)]
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """[V_d, d]: the drafter's own head, or the target's rows of the draft vocabulary."""
+        return self.lm_head.weight if self.lm_head is not None else self._lent[1]
 
     def logits(self, h: torch.Tensor) -> torch.Tensor:
         """h [N, d] -> logits over the draft vocabulary [N, V_d]."""
-        return self.lm_head(self.norm(h))
+        return F.linear(self.norm(h), self.head_weight)
 
     def propose(self, h: torch.Tensor) -> torch.Tensor:
         """Greedy proposal: h [N, d] -> target token ids [N]."""
         best = self.logits(h).argmax(-1)
         return best + self.d2t[best]
 
-    @torch.no_grad()
-    def draft(self, state: DraftState, start: Start, length: int) -> torch.Tensor:
-        """Greedy chain of `length` tokens from the last position of `start` (one row): target ids [length]."""
-        h = self.begin(state, start)
-        tokens = [self.propose(h)]
-        for k in range(1, length):
-            tokens.append(self.propose(self.forward_step(state, tokens[-1], k)))
-        return torch.cat(tokens)
+    def bind(self, embedding: torch.Tensor, head: torch.Tensor) -> None:
+        """Lends the target's frozen embedding and head [V, d]; no parameters of the drafter, never saved with it.
 
-    def bind(self, embedding: torch.Tensor) -> None:
-        """Lends the target's frozen embedding [V, d]; it is no parameter of the drafter and never saved with it."""
-        self._embedding = [embedding]
+        The draft vocabulary must be set before; of the head, a drafter without its own keeps the rows it proposes.
+        """
+        self._lent = [embedding]
+        if self.lm_head is None:
+            self._lent.append(head if len(self.d2t) == len(head) else head[self.draft_ids.to(head.device)])
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens [n] -> [n, d] in the drafter's dtype."""
-        return F.embedding(tokens, self._embedding[0]).to(self.norm.weight.dtype)
+        return F.embedding(tokens, self._lent[0]).to(self.norm.weight.dtype)
 
     def set_vocab(self, draft_ids: torch.Tensor) -> None:
         """Chooses the draft vocabulary: ascending target ids [V_d]."""
@@ -117,3 +152,66 @@ class Drafter(nn.Module):
         for module in self.modules():
             if isinstance(module, KVProjector | GatedDelta):
                 module.reset()
+
+    def compile_layers(self, backend: str = "inductor") -> None:
+        """torch.compile of every layer's dense parts, for any number of rows; attention keeps its kernels. For training only."""
+        import torch.fx.experimental._config
+
+        # Two sizes that happen to be equal at the first call would be taken for one, and the next length would compile again.
+        torch.fx.experimental._config.use_duck_shape = False
+        for layer in self.draft_layers:
+            layer.compile_parts(backend)
+
+    def at_step(self, step: int) -> None:
+        """Tells the gates the optimizer step (0-based) that is about to be made: their schedules follow it."""
+        for module in self.modules():
+            if isinstance(module, GatedDelta):
+                module.at_step(step)
+
+
+class StepDrafter(Drafter):
+    """A drafter that makes one proposal a step: `begin` (step 0) and `forward_step` (k >= 1), the same in training and decoding."""
+
+    @abstractmethod
+    def begin(self, state: DraftState, start: Start) -> torch.Tensor:
+        """Takes in the target's states at the n positions of `start` and runs step 0 at its selected rows: h [N, d]."""
+
+    def forward_step(self, state: DraftState, tokens: torch.Tensor, k: int) -> torch.Tensor:
+        """Step k >= 1 at the rows of the last `begin`. tokens [N]: x_{t+1+k}. Returns h [N, d]."""
+        assert state.rows is not None
+        rotations = self.rotations(state.rows, k)
+        x = self.embed(tokens)
+        for i in range(self.depth):
+            x = self.run_layer(i, state, x, state.rows, rotations, state.hidden)
+        state.hidden = self.carried(x)
+        return x
+
+    def carried(self, h: torch.Tensor) -> torch.Tensor:
+        """What the next step receives of this one: h itself, un-normed."""
+        return h
+
+    def rotations(self, rows: Rows, k: int) -> tuple[Rotation, Rotation]:
+        """Rotations of the self path and of the cross path at step k of `rows`. The one place that settles positions.
+
+        Self path: EAGLE-3 code bases put the token of t + 1 + k at rotary position t + k; kept, for weight compatibility.
+        Cross path: the target's keys carry absolute positions, so a draft entry has its true one, t + 1 + k.
+        """
+        return self.rotary(rows.positions + k), self.rotary(rows.positions + k + 1)
+
+    def unroll(self, start: Start, tokens: torch.Tensor, extras: Extras = PLAIN) -> Unrolled:
+        state = DraftState.empty(self.depth, extras)
+        h, branch, queries = [], [], []
+        for k in range(len(tokens)):
+            h.append(self.begin(state, start) if k == 0 else self.forward_step(state, tokens[k], k))
+            if state.kv_branch is not None:
+                branch.append(state.kv_branch)
+            queries.append(state.queries)
+        by_layer = tuple(torch.stack(q) for q in zip(*queries, strict=True))
+        return Unrolled(torch.stack(h), torch.stack(branch) if branch else None, by_layer)
+
+    @torch.no_grad()
+    def draft(self, state: DraftState, start: Start, length: int) -> torch.Tensor:
+        tokens = [self.propose(self.begin(state, start))]
+        for k in range(1, length):
+            tokens.append(self.propose(self.forward_step(state, tokens[-1], k)))
+        return torch.cat(tokens)

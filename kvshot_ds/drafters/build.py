@@ -12,8 +12,9 @@ from pydantic import TypeAdapter
 from safetensors import safe_open
 from safetensors.torch import save as save_tensors
 
-from kvshot_ds.config import DrafterConfig, HiddenOnlyConfig, HybridConfig, KVOnlyConfig
+from kvshot_ds.config import AnyDrafterConfig, DrafterConfig, HiddenOnlyConfig, HybridConfig, KVOnlyConfig
 from kvshot_ds.drafters.base import Drafter
+from kvshot_ds.drafters.block import BlockDrafter
 from kvshot_ds.drafters.hidden import HiddenOnlyDrafter
 from kvshot_ds.drafters.hybrid import HybridDrafter
 from kvshot_ds.drafters.kv import KVOnlyDrafter
@@ -25,7 +26,7 @@ from kvshot_ds.target import load_geometry, weights_digest
 FORMAT = "kvshot-drafter/1"
 
 
-def build_drafter(config: HiddenOnlyConfig | KVOnlyConfig | HybridConfig, g: Geometry, draft_vocab_size: int) -> Drafter:
+def build_drafter(config: AnyDrafterConfig, g: Geometry, draft_vocab_size: int) -> Drafter:
     """The drafter that `config` describes, weights uninitialised (call `reset`). Raises ConfigError if the target cannot serve it."""
     if draft_vocab_size > g.vocab_size:
         raise ConfigError(f"train.draft_vocab_size={draft_vocab_size} is larger than the target's vocabulary of {g.vocab_size}")
@@ -33,14 +34,16 @@ def build_drafter(config: HiddenOnlyConfig | KVOnlyConfig | HybridConfig, g: Geo
         return HiddenOnlyDrafter(g, config, draft_vocab_size)
     if isinstance(config, HybridConfig):
         return HybridDrafter(g, config, draft_vocab_size)
-    return KVOnlyDrafter(g, config, draft_vocab_size)
+    if isinstance(config, KVOnlyConfig):
+        return KVOnlyDrafter(g, config, draft_vocab_size)
+    return BlockDrafter(g, config, draft_vocab_size)
 
 
 @dataclass(frozen=True)
 class DrafterInfo:
     """What a drafter folder says of itself. target: name and digest; extra: init and training facts."""
 
-    config: HiddenOnlyConfig | KVOnlyConfig | HybridConfig
+    config: AnyDrafterConfig
     geometry: Geometry
     draft_vocab_size: int
     target_name: str

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from kvshot_ds.config import HiddenOnlyConfig, HybridConfig
+from kvshot_ds.config import HybridConfig
 from kvshot_ds.drafters.hidden import HiddenOnlyDrafter
-from kvshot_ds.drafters.kv import make_projector, resolve_kv_layers
 from kvshot_ds.drafters.layer import DraftLayer
+from kvshot_ds.drafters.projector import KVSource
 from kvshot_ds.features.spec import FeatureSpec
 from kvshot_ds.geometry import Geometry
 
 
 class HybridDrafter(HiddenOnlyDrafter):
-    """n = SelfAttn(x) as in EAGLE-3; o = CrossAttn(x, target KV of j <= t and the steps' own KV); h = n + g * W_delta (o - n)."""
+    """n = SelfAttn(x) as in EAGLE-3; o = CrossAttn(x, target KV of j <= t and the steps' own KV); h = n + g * W_delta (o - n).
+
+    cross_only: h = o.
+    """
 
     family = "hybrid"
 
     def __init__(self, g: Geometry, config: HybridConfig, draft_vocab_size: int):
         self.config = config
-        self.kv_layers = resolve_kv_layers(config.kv, g, config.depth)
-        super().__init__(g, HiddenOnlyConfig(depth=config.depth, hidden_layers=config.hidden_layers), draft_vocab_size)
+        self.source = KVSource(g, config.kv, config.depth)
+        super().__init__(g, config, draft_vocab_size)
 
     def make_layer(self, i: int) -> DraftLayer:
-        projector = make_projector(self.g, self.config.kv, self.kv_layers, i, self.config.depth)
-        return DraftLayer(self.g, wide=i == 0, self_path=True, cross=True, projector=projector, gate=self.config.gate)
+        gate = None if self.config.cross_only else self.config.gate
+        return DraftLayer(
+            self.g, wide=i == 0, self_path=not self.config.cross_only, cross=True, projector=self.source.projector(i), qk_norm=self.config.kv.qk_norm, gate=gate
+        )
 
     def required_features(self) -> FeatureSpec:
-        return FeatureSpec(tuple(sorted(set(self.hidden_layers))), tuple(sorted(set(self.kv_layers))), "last_hidden", "bf16")
+        hidden = {*self.hidden_layers, *self.source.hidden_layers}
+        return FeatureSpec(tuple(sorted(hidden)), tuple(sorted(self.source.kv_layers)), "last_hidden", "bf16")

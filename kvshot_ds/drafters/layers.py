@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -75,7 +75,7 @@ class Rotary(nn.Module):
         inv_freq = self._inv_freq.get(str(device))
         if inv_freq is None:
             inv_freq = self._inv_freq[str(device)] = self._inv_freq["cpu"].to(device)
-        angle = positions.float()[:, None] * inv_freq
+        angle = positions.to(inv_freq.dtype)[:, None] * inv_freq
         angle = torch.cat((angle, angle), -1)[:, None]
         return Rotation(angle.cos() * self.scaling, angle.sin() * self.scaling, self.scaling)
 
@@ -86,9 +86,9 @@ def rotate(x: torch.Tensor, r: Rotation) -> torch.Tensor:
 
 
 def unrotate(x: torch.Tensor, r: Rotation) -> torch.Tensor:
-    """Exact inverse of `rotate`, in fp32: a rotation is orthogonal, its scaling is divided out. x [n, heads, D] -> fp32."""
+    """Exact inverse of `rotate`, in fp32 at least: a rotation is orthogonal, its scaling is divided out. x [n, heads, D]."""
     inverse = r.scaling**2
-    return _turn(x.float(), r.cos / inverse, -r.sin / inverse)
+    return _turn(x.to(torch.promote_types(x.dtype, torch.float32)), r.cos / inverse, -r.sin / inverse)
 
 
 def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -99,65 +99,51 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor
     return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
 
 
-class Projections(nn.Module):
-    """q, k, v, o projections (and q/k norms) of one attention, from inputs of `width`, with the target's head layout."""
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
 
-    def __init__(self, g: Geometry, width: int):
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0] * ctx.factor, None
+
+
+def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """x itself; its gradient times `factor`."""
+    return x if factor == 1 else _ScaleGradient.apply(x, factor)
+
+
+class Projections(nn.Module):
+    """q, k, v, o projections (and q/k norms) of one attention, from inputs of `width`, with the target's head layout `copies` times side by side.
+
+    kv_gradient_scale: factor on the gradient of the k and v projections' weights alone, not on what flows through them.
+    """
+
+    def __init__(self, g: Geometry, width: int, copies: int = 1, qk_norm: bool = False):
         super().__init__()
-        self.g = g
-        self.q_proj = nn.Linear(width, g.heads * g.head_dim, bias=g.qkv_bias)
-        self.k_proj = nn.Linear(width, g.kv_heads * g.head_dim, bias=g.qkv_bias)
-        self.v_proj = nn.Linear(width, g.kv_heads * g.head_dim, bias=g.qkv_bias)
-        self.o_proj = nn.Linear(g.heads * g.head_dim, g.hidden_size, bias=g.o_bias)
-        self.q_norm = RMSNorm(g.head_dim, g.norm_eps) if g.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(g.head_dim, g.norm_eps) if g.qk_norm else nn.Identity()
+        self.head_dim, self.heads, self.kv_heads = g.head_dim, copies * g.heads, copies * g.kv_heads
+        self.kv_gradient_scale = 1.0
+        self.q_proj = nn.Linear(width, self.heads * g.head_dim, bias=g.qkv_bias)
+        self.k_proj = nn.Linear(width, self.kv_heads * g.head_dim, bias=g.qkv_bias)
+        self.v_proj = nn.Linear(width, self.kv_heads * g.head_dim, bias=g.qkv_bias)
+        self.o_proj = nn.Linear(self.heads * g.head_dim, g.hidden_size, bias=g.o_bias)
+        normed = g.qk_norm or qk_norm
+        self.q_norm = RMSNorm(g.head_dim, g.norm_eps) if normed else nn.Identity()
+        self.k_norm = RMSNorm(g.head_dim, g.norm_eps) if normed else nn.Identity()
 
     @property
     def scale(self) -> float:
-        return self.g.head_dim**-0.5
+        return self.head_dim**-0.5
 
-    def query(self, u: torch.Tensor, r: Rotation) -> torch.Tensor:
-        """u [n, width] -> [n, A, D], normed and rotated."""
-        return rotate(self.q_norm(self.q_proj(u).view(len(u), self.g.heads, self.g.head_dim)), r)
+    def query(self, u: torch.Tensor) -> torch.Tensor:
+        """u [n, width] -> [n, A, D], normed, not yet rotated."""
+        return self.q_norm(self.q_proj(u).view(len(u), self.heads, self.head_dim))
 
     def key_value(self, u: torch.Tensor, r: Rotation) -> KV:
         """u [n, width] -> KV [n, G, D], keys normed and rotated."""
-        shape = (len(u), self.g.kv_heads, self.g.head_dim)
-        return KV(rotate(self.k_norm(self.k_proj(u).view(shape)), r), self.v_proj(u).view(shape))
-
-
-class KVProjector(nn.Module):
-    """The target's KV of m layers -> the memory of one draft layer (arXiv 2604.26412).
-
-    linear: K = W_K [K^1; …; K^m] on rotated keys, V likewise, W [G·D, m·G·D]. linear_rope: keys are un-rotated at
-    their absolute positions (fp32), projected, rotated again. per_layer: one layer's KV as it is.
-    passes: index of the one of the m layers that W passes through at the start; None starts W at random, N(0, 0.02).
-    """
-
-    def __init__(self, g: Geometry, layers: tuple[int, ...], injection: str, passes: int | None):
-        super().__init__()
-        self.layers, self.injection, self.passes = layers, injection, passes
-        self.shape = (g.kv_heads, g.head_dim)
-        if injection != "per_layer":
-            width = g.kv_heads * g.head_dim
-            self.k_proj = nn.Linear(len(layers) * width, width, bias=False)
-            self.v_proj = nn.Linear(len(layers) * width, width, bias=False)
-
-    def reset(self) -> None:
-        """Starting weights, after the drafter's general initialisation."""
-        if self.injection != "per_layer" and self.passes is not None:
-            width = self.k_proj.out_features
-            for proj in (self.k_proj, self.v_proj):
-                with torch.no_grad():
-                    proj.weight.zero_()
-                    proj.weight[:, self.passes * width : (self.passes + 1) * width] = torch.eye(width)
-
-    def forward(self, keys: dict[int, torch.Tensor], values: dict[int, torch.Tensor], r: Rotation) -> KV:
-        """keys, values: target layer -> [T, G, D]; r at the absolute positions of the T entries."""
-        if self.injection == "per_layer":
-            return KV(keys[self.layers[0]], values[self.layers[0]])
-        v = self.v_proj(torch.cat([values[i].flatten(1) for i in self.layers], -1)).unflatten(-1, self.shape)
-        if self.injection == "linear":
-            return KV(self.k_proj(torch.cat([keys[i].flatten(1) for i in self.layers], -1)).unflatten(-1, self.shape), v)
-        plain = torch.cat([unrotate(keys[i], r).flatten(1) for i in self.layers], -1).to(v.dtype)
-        return KV(rotate(self.k_proj(plain).unflatten(-1, self.shape), r), v)
+        shape, s = (len(u), self.kv_heads, self.head_dim), self.kv_gradient_scale
+        u = scale_gradient(u, 1 / s)
+        k, v = scale_gradient(self.k_proj(u), s), scale_gradient(self.v_proj(u), s)
+        return KV(rotate(self.k_norm(k.view(shape)), r), v.view(shape))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -36,37 +37,63 @@ class Start:
     select: torch.Tensor
 
 
-@dataclass
-class Memory:
-    """What one attention of one draft layer reads: prefix [T, G, D], and one KV [N, G, D] of each draft step since the anchor."""
+class Memory(NamedTuple):
+    """What one attention of one draft layer reads: prefix [T, G, D], and one KV [N, G, D] of each draft step since the anchor.
+
+    Immutable: a step that is recomputed in the backward pass reads what it read the first time.
+    """
 
     prefix: KV | None = None
-    steps: list[KV] = field(default_factory=list)
+    steps: tuple[KV, ...] = ()
 
-    def extend(self, new: KV) -> None:
-        """Appends positions to the prefix."""
+    def extended(self, new: KV) -> Memory:
+        """With positions appended to the prefix."""
         old = self.prefix
-        self.prefix = new if old is None else KV(torch.cat((old.k, new.k)), torch.cat((old.v, new.v)))
+        return self._replace(prefix=new if old is None else KV(torch.cat((old.k, new.k)), torch.cat((old.v, new.v))))
 
-    def select(self, index: torch.Tensor) -> None:
-        """Keeps the step entries of the rows `index` only."""
-        self.steps = [KV(s.k[index], s.v[index]) for s in self.steps]
+    def stepped(self, new: Sequence[KV]) -> Memory:
+        """With the entries of a draft step."""
+        return self._replace(steps=(*self.steps, *new))
+
+    def selected(self, index: torch.Tensor) -> Memory:
+        """With the step entries of the rows `index` only."""
+        return self._replace(steps=tuple(KV(s.k[index], s.v[index]) for s in self.steps))
+
+    def at_anchor(self) -> Memory:
+        """Without the draft steps of the last round; the prefix stays."""
+        return self._replace(steps=())
+
+
+class Extras(NamedTuple):
+    """What an objective asks of a step besides h. kv_branch: h of the KV branch alone; queries: those of the cross paths."""
+
+    kv_branch: bool = False
+    queries: bool = False
+
+
+PLAIN = Extras()
 
 
 @dataclass
 class DraftState:
-    """Memories of all layers (own path and cross path) and the hidden state carried to the next step [N, d]."""
+    """Memories of all layers (own path and cross path) and the hidden state carried to the next step [N, d].
+
+    kv_branch [N, d] and queries (by layer, [N, A, D], not rotated): of the latest step, where `extras` asks for them.
+    """
 
     own: list[Memory]
     cross: list[Memory]
+    extras: Extras = PLAIN
     rows: Rows | None = None
     hidden: torch.Tensor | None = None
+    kv_branch: torch.Tensor | None = None
+    queries: tuple[torch.Tensor, ...] = ()
 
     @classmethod
-    def empty(cls, depth: int) -> DraftState:
-        return cls([Memory() for _ in range(depth)], [Memory() for _ in range(depth)])
+    def empty(cls, depth: int, extras: Extras = PLAIN) -> DraftState:
+        return cls([Memory()] * depth, [Memory()] * depth, extras)
 
-    def forget_steps(self) -> None:
-        """Drops the draft steps of the last round; the prefix stays."""
-        for memory in (*self.own, *self.cross):
-            memory.steps = []
+    def anchor(self, rows: Rows) -> None:
+        """Starts a round at `rows`: draft steps of the last one are dropped, the prefix stays."""
+        self.rows, self.queries = rows, ()
+        self.own, self.cross = [m.at_anchor() for m in self.own], [m.at_anchor() for m in self.cross]

@@ -17,8 +17,9 @@ class Batch:
     """Conversations laid end to end, without padding. T = sum of lengths, R = sum of teacher rows.
 
     keys, lengths: one entry per conversation, on the host. tokens, turn: [T] int64. hidden[l]: [T, d].
-    keys_of[l], values_of[l]: [T, G, D]. teacher_index: [T] int64, row of the teacher tensors that belongs to a
-    position, -1 where there is none. teacher_hidden [R, d], teacher_argmax [R] int64, teacher_lse [R] fp32.
+    keys_of[l], values_of[l]: [T, G, D]. queries_of[l]: [R, A, D], un-rotated. teacher_index: [T] int64, row of the
+    queries and teacher tensors that belongs to a position, -1 where there is none. teacher_hidden [R, d],
+    teacher_argmax [R] int64, teacher_lse [R] fp32.
     """
 
     keys: tuple[str, ...]
@@ -28,13 +29,14 @@ class Batch:
     hidden: dict[int, torch.Tensor]
     keys_of: dict[int, torch.Tensor]
     values_of: dict[int, torch.Tensor]
+    queries_of: dict[int, torch.Tensor]
     teacher_index: torch.Tensor
     teacher_hidden: torch.Tensor
     teacher_argmax: torch.Tensor
     teacher_lse: torch.Tensor
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Batch:
-        """Tensors on `device`; features (hidden, KV, teacher_hidden) also cast to `dtype` if given."""
+        """Tensors on `device`; features (hidden, KV, queries, teacher_hidden) also cast to `dtype` if given."""
 
         def move(name: str, value: Any) -> Any:
             if isinstance(value, dict):
@@ -74,6 +76,7 @@ def collate(samples: Sequence[tuple[str, dict[str, torch.Tensor]]]) -> Batch:
         hidden=layers("hidden."),
         keys_of=layers("key."),
         values_of=layers("value."),
+        queries_of=layers("query."),
         teacher_index=torch.from_numpy(np.concatenate(index)),
         teacher_hidden=cat("teacher.hidden") if has_teacher else empty,
         teacher_argmax=cat("teacher.argmax").long() if has_teacher else empty.long(),

@@ -14,6 +14,7 @@ from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.features.spec import FeatureSpec
 from kvshot_ds.files import read_json, write_atomic, write_json
 from kvshot_ds.geometry import Geometry
+from kvshot_ds.typed import parse
 
 FORMAT = "kvshot-features/1"
 Split = Literal["train", "heldout"]
@@ -67,18 +68,21 @@ class ShardIndex:
 
     @classmethod
     def load(cls, folder: Path, shard: str) -> ShardIndex:
-        """The index of tar `shard`. Raises KvshotError: missing, of another format, not readable, with an unsafe key."""
+        """The index of tar `shard`. Raises KvshotError naming the field: missing, of another format, of a wrong type, with an
+        unsafe key, or with a sample that does not lie within its tar."""
         path = cls.path(folder, shard)
-        value = _versioned(path)
         try:
-            samples = tuple(Sample(**s) for s in value.pop("samples"))
-            found = cls(**{**value, "samples": samples, "rejected": tuple(Rejected(**r) for r in value["rejected"])})
-        except (KeyError, TypeError) as error:
+            found = parse(cls, _versioned(path))
+        except ValueError as error:
             raise KvshotError(f"{path}: not the index of a shard ({error}); delete it and run kvshot capture again") from None
         if found.shard != shard:
             raise KvshotError(f"{path}: is the index of {found.shard!r}, expected {shard!r}")
-        for sample in samples:
+        for number, sample in enumerate(found.samples):
             check_key(sample.key, path)
+            if not (0 <= sample.offset < sample.offset + sample.size <= found.bytes and 0 <= sample.rows <= sample.tokens <= sample.size // 8):
+                raise KvshotError(
+                    f"{path}: samples[{number}]: {sample} does not lie within a tar of {found.bytes} bytes; delete it and run kvshot capture again"
+                )
         return found
 
 
@@ -131,19 +135,16 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: Path) -> Manifest:
-        """The manifest of `folder`. Raises ConfigError: capture not run or not complete, another format, not a manifest, unsafe shard names."""
+        """The manifest of `folder`. Raises ConfigError: capture not run or not complete, another format, unsafe shard
+        names, or a field (which the text names) that is missing, unknown or of a wrong type."""
         path = cls.path(Path(folder))
         if not path.is_file():
             raise ConfigError(f"{path}: not there; the features were not captured, or not to the end: run kvshot capture")
-        value = _versioned(path)
         try:
-            spec = value.pop("spec")
-            spec = FeatureSpec(**{**spec, "hidden_layers": tuple(spec["hidden_layers"]), "kv_layers": tuple(spec["kv_layers"])})
-            splits = {name: SplitCounts(**{**counts, "shards": tuple(counts["shards"])}) for name, counts in value.pop("splits").items()}
-            found = cls(**{**value, "geometry": Geometry.from_json(value["geometry"]), "spec": spec, "splits": splits})
-        except (KeyError, TypeError, AttributeError) as error:
+            found = parse(cls, _versioned(path))
+        except ValueError as error:
             raise ConfigError(f"{path}: not a manifest of feature shards ({error})") from None
-        for shard in (shard for counts in splits.values() for shard in counts.shards):
+        for shard in (shard for counts in found.splits.values() for shard in counts.shards):
             if not _SHARD.fullmatch(shard):
                 raise ConfigError(f"{path}: shard name {shard!r} is not of the form train-000000.tar; refused")
         return found
@@ -170,10 +171,11 @@ def require(manifest: Manifest, needed: FeatureSpec, target_digest: str) -> None
     missing = manifest.spec.missing(needed)
     if missing:
         has = manifest.spec
-        hidden, kv = sorted({*has.hidden_layers, *needed.hidden_layers}), sorted({*has.kv_layers, *needed.kv_layers})
-        teacher = needed.teacher if has.teacher == "none" else has.teacher
-        options = f"'capture.features.hidden_layers={hidden}' 'capture.features.kv_layers={kv}' capture.features.teacher={teacher}"
-        raise ConfigError(f"the features lack {', '.join(missing)}, which the drafter reads; capture them: kvshot capture RECIPE {options} shards=NEW_FOLDER")
+        layers = {name: sorted({*getattr(has, name), *getattr(needed, name)}) for name in ("hidden_layers", "kv_layers", "query_layers")}
+        options = [f"'capture.features.{name}={chosen or 'none'}'" for name, chosen in layers.items() if chosen or name != "query_layers"]
+        options.append(f"capture.features.teacher={needed.teacher if has.teacher == 'none' else has.teacher}")
+        command = f"kvshot capture RECIPE {' '.join(options)} shards=NEW_FOLDER"
+        raise ConfigError(f"the features lack {', '.join(missing)}, which the drafter reads; capture them: {command}")
 
 
 def save_token_counts(folder: Path, counts: torch.Tensor) -> None:

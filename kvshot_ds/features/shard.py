@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import os
 import uuid
 from collections.abc import Collection, Iterable
@@ -147,6 +148,7 @@ class ShardReader:
             "hidden": (dtype, (n, g.hidden_size)),
             "key": (dtype, (n, g.kv_heads, g.head_dim)),
             "value": (dtype, (n, g.kv_heads, g.head_dim)),
+            "query": (dtype, (r, g.heads, g.head_dim)),
             "teacher.hidden": (dtype, (r, g.hidden_size)),
             "teacher.argmax": (torch.int32, (r,)),
             "teacher.lse": (torch.float32, (r,)),
@@ -174,7 +176,7 @@ class ShardReader:
             raise self._broken(sample, "its bytes are no safetensors file")
         try:
             header = json.loads(self._bytes(file, sample, sample.offset + 8, length))
-        except ValueError:
+        except (ValueError, RecursionError):
             header = None
         if not isinstance(header, dict):
             raise self._broken(sample, "its bytes are no safetensors file")
@@ -190,11 +192,12 @@ class ShardReader:
         dtype, shape = wanted
         try:
             found = (_STORED.get(entry["dtype"]), tuple(entry["shape"]))
-            begin, end = entry["data_offsets"]
+            begin, end = map(operator.index, entry["data_offsets"])
         except (KeyError, TypeError, ValueError):
             raise self._broken(sample, f"tensor {name} has no readable entry in the header") from None
-        if found != wanted or end - begin != dtype.itemsize * torch.Size(shape).numel():
-            raise self._broken(sample, f"tensor {name} is {entry['dtype']} {entry['shape']}, expected {dtype} {list(shape)}")
+        inside = begin >= 0 and start + end <= sample.offset + sample.size
+        if found != wanted or not inside or end - begin != dtype.itemsize * torch.Size(shape).numel():
+            raise self._broken(sample, f"tensor {name} is {entry['dtype']} {entry['shape']} at bytes {begin} to {end}, expected {dtype} {list(shape)}")
         if end == begin:
             return torch.empty(shape, dtype=dtype)
         tensor = torch.frombuffer(self._bytes(file, sample, start + begin, end - begin), dtype=dtype).view(shape)

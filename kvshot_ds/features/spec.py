@@ -12,18 +12,20 @@ One sample is one conversation of S tokens. Tensors, by key:
 | hidden.{l}      | [S, d]     | spec  | output of target layer l |
 | key.{l}         | [S, G, D]  | spec  | key of layer l as the cache holds it: after k-norm, after RoPE at the absolute position |
 | value.{l}       | [S, G, D]  | spec  | value of layer l as the cache holds it |
+| query.{l}       | [R, A, D]  | spec  | query of layer l as its attention makes it, before RoPE (after q-norm, if any), at the teacher rows |
 | teacher.hidden  | [R, d]     | spec  | hidden state entering the LM head (after the final norm), at the teacher rows |
 | teacher.argmax  | [R]        | int32 | arg-max of the target's full-vocabulary logits, at the teacher rows |
 | teacher.lse     | [R]        | fp32  | log-sum-exp of the target's full-vocabulary logits, at the teacher rows |
 
 Teacher rows: positions j whose token and next token belong to the same assistant turn, ascending (`teacher_rows`).
 The target's logits at j predict token j+1; a drafter is asked to predict token j+1 only when j >= t+1 lies in the
-answer (token t+1, the bonus, comes from the target itself), so no other row ever needs a teacher.
+answer (token t+1, the bonus, comes from the target itself), so no other row ever needs a teacher. Queries are kept at
+the same rows, with and without a teacher: turned to position j, they give the attention of the target's own forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,40 +53,77 @@ def eagle3_kv_layers(num_layers: int) -> tuple[int, int, int]:
 class FeatureSpec:
     """Which features exist in a data set, or which ones a drafter needs.
 
-    hidden_layers, kv_layers: ascending 0-based target layers. teacher: kind of teacher signal. dtype: of the
-    stored features (ignored when specs are compared: any dtype serves).
+    hidden_layers, kv_layers, query_layers: ascending 0-based target layers. teacher: kind of teacher signal. dtype: of
+    the stored features (ignored by `missing`: any dtype serves).
     """
 
     hidden_layers: tuple[int, ...]
     kv_layers: tuple[int, ...]
     teacher: Literal["last_hidden", "none"]
     dtype: Dtype
+    query_layers: tuple[int, ...] = ()
 
     @classmethod
     def resolve(cls, config: FeatureConfig, num_layers: int) -> FeatureSpec:
         """The spec that `config` means for a target of `num_layers` layers. Raises ConfigError on layers out of range."""
-        hidden = resolve_layers(config.hidden_layers, eagle3_hidden_layers, num_layers, "capture.features.hidden_layers")
-        kv = resolve_layers(config.kv_layers, eagle3_kv_layers, num_layers, "capture.features.kv_layers")
-        return cls(tuple(sorted(set(hidden))), tuple(sorted(set(kv))), config.teacher, config.dtype)
+        hidden = resolve_hidden(config.hidden_layers, num_layers, "capture.features.hidden_layers")
+        kv = resolve_kv(config.kv_layers, num_layers, "capture.features.kv_layers")
+        query = resolve_kv(config.query_layers, num_layers, "capture.features.query_layers")
+        return cls(_ascending(hidden), _ascending(kv), config.teacher, config.dtype, _ascending(query))
 
     def keys(self) -> tuple[str, ...]:
         """Keys of the feature tensors, in the order of the table above."""
         teacher = ("teacher.hidden", "teacher.argmax", "teacher.lse") if self.teacher == "last_hidden" else ()
         kv = tuple(key for layer in self.kv_layers for key in (f"key.{layer}", f"value.{layer}"))
-        return (*(f"hidden.{layer}" for layer in self.hidden_layers), *kv, *teacher)
+        return (*(f"hidden.{layer}" for layer in self.hidden_layers), *kv, *(f"query.{layer}" for layer in self.query_layers), *teacher)
 
     def missing(self, needed: FeatureSpec) -> tuple[str, ...]:
         """Keys that `needed` asks for and this spec does not hold."""
         return tuple(key for key in needed.keys() if key not in self.keys())
 
 
-def resolve_layers(layers: tuple[int, ...] | str, default: Callable[[int], tuple[int, ...]], num_layers: int, option: str) -> tuple[int, ...]:
-    """`layers` with the names `eagle3` and `none` replaced. Raises ConfigError naming `option` when out of range."""
-    chosen: tuple[int, ...] = () if layers == "none" else default(num_layers) if isinstance(layers, str) else layers
+def dflash_hidden_layers(num_layers: int, depth: int) -> tuple[int, ...]:
+    """Outputs fused by DFlash (arXiv 2602.06036) with `depth` draft layers: as many, evenly from 1 to L - 3; a single one: L//2."""
+    return (num_layers // 2,) if depth == 1 else tuple(round(1 + i * (num_layers - 4) / (depth - 1)) for i in range(depth))
+
+
+def resolve_hidden(layers: Sequence[int] | str, num_layers: int, option: str, depth: int | None = None) -> tuple[int, ...]:
+    """Layers whose outputs are meant, in the order given: a list, or `eagle3`, `last`, `all`, `none`, `dflash` (with `depth` draft layers).
+
+    On a shallow target layers of `eagle3` may coincide; they are then read twice, so that the shape of a drafter does not
+    hang on the depth of its target. Raises ConfigError naming `option`: a layer does not exist, or `dflash` has fewer
+    layers between 1 and L - 3 than draft layers.
+    """
+    names = {"eagle3": eagle3_hidden_layers(num_layers), "last": (num_layers - 1,)}
+    if layers == "dflash" and depth is not None:
+        if depth > max(1, num_layers - 3):
+            raise ConfigError(
+                f"{option}=dflash needs as many layers as draft layers: a target of {num_layers} has fewer than {depth} from 1 to {num_layers - 3}; "
+                "lower drafter.depth, or name the layers"
+            )
+        names["dflash"] = dflash_hidden_layers(num_layers, depth)
+    return _resolve(layers, names, num_layers, option)
+
+
+def resolve_kv(layers: Sequence[int] | str, num_layers: int, option: str) -> tuple[int, ...]:
+    """Layers whose keys and values (or queries) are meant, in the order given: a list, or `eagle3`, `all`, `none`.
+
+    As with `resolve_hidden`, layers of `eagle3` may coincide. Raises ConfigError naming `option`: a layer does not exist.
+    """
+    return _resolve(layers, {"eagle3": eagle3_kv_layers(num_layers)}, num_layers, option)
+
+
+def _resolve(layers: Sequence[int] | str, names: dict[str, tuple[int, ...]], num_layers: int, option: str) -> tuple[int, ...]:
+    names = {"all": tuple(range(num_layers)), "none": (), **names}
+    chosen = names[layers] if isinstance(layers, str) else tuple(layers)
     bad = [layer for layer in chosen if not 0 <= layer < num_layers]
     if bad:
         raise ConfigError(f"{option}={layers}: layer(s) {bad} do not exist in a target of {num_layers} layers (0 to {num_layers - 1})")
     return chosen
+
+
+def _ascending(layers: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(layers)))
 
 
 def teacher_rows(turn: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:

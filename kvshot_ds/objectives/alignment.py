@@ -27,6 +27,7 @@ class RowPlan:
     anchors [N]: flat positions t. next_tokens [T]: x_{t+1} (a document's last position repeats its own token; no row
     sees it). tokens [K, N]: x_{t+1+k}. valid [K, N] bool. positions [T]: inside the document. picks [M]: flat index
     k*N + row of the valid pairs, ordered by teacher row; teacher_of [M]: their teacher rows; steps_of [M]: their k.
+    labels [R]: the token after each teacher row. shifted [K, N], with offline drift only: the row anchored at t + k.
     conversation [N]: index of the row's conversation in the batch. spans_all, spans_rows: keys seen, on the host.
     teacher_bounds: offsets into the M pairs of each teacher row, on the host [R + 1].
     """
@@ -39,10 +40,12 @@ class RowPlan:
     picks: torch.Tensor
     teacher_of: torch.Tensor
     steps_of: torch.Tensor
+    labels: torch.Tensor
     conversation: torch.Tensor
     spans_all: tuple[Span, ...]
     spans_rows: tuple[Span, ...]
     teacher_bounds: npt.NDArray[np.int64]
+    shifted: torch.Tensor | None = None
 
     def to(self, device: torch.device | str) -> RowPlan:
         moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self) if isinstance(getattr(self, f.name), torch.Tensor)}
@@ -64,7 +67,7 @@ def _runs(rows: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
     return np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1) if len(rows) else []
 
 
-def _subsample(runs: list[npt.NDArray[np.int64]], fraction: float, rng: np.random.Generator) -> list[npt.NDArray[np.int64]]:
+def _window(runs: list[npt.NDArray[np.int64]], fraction: float, rng: np.random.Generator) -> list[npt.NDArray[np.int64]]:
     """A contiguous piece of each run, `fraction` of it (at least one row), every row about equally likely."""
     out: list[npt.NDArray[np.int64]] = []
     for run in runs:
@@ -76,8 +79,19 @@ def _subsample(runs: list[npt.NDArray[np.int64]], fraction: float, rng: np.rando
     return out
 
 
-def plan_rows(batch: Batch, steps: int, fraction: float = 1.0, seed: int = 0) -> RowPlan:
-    """Plans K = `steps` TTT steps over the supervised rows of `batch` (on the CPU), or over a `fraction` of them drawn with `seed`."""
+def _chosen(rows: npt.NDArray[np.int64], fraction: float, anchors: int, rng: np.random.Generator) -> list[npt.NDArray[np.int64]]:
+    """The rows of one conversation that are unrolled, as runs: `anchors` random ones, or a window of each run."""
+    if anchors:
+        return _runs(np.sort(rng.choice(rows, min(anchors, len(rows)), replace=False)))
+    return _runs(rows) if fraction == 1.0 else _window(_runs(rows), fraction, rng)
+
+
+def plan_rows(batch: Batch, steps: int, fraction: float = 1.0, seed: int = 0, anchors: int = 0, offline: bool = False) -> RowPlan:
+    """Plans K = `steps` draft steps over the supervised rows of `batch` (on the CPU).
+
+    Or over a `fraction` of them in contiguous runs, or over `anchors` random rows of each conversation, drawn with `seed`.
+    offline: a (step, row) pair counts only if the row anchored k positions later is planned too; it stands in for it.
+    """
     rng = np.random.default_rng(seed)
     tokens, turn = batch.tokens.numpy(), batch.turn.numpy()
     starts = np.concatenate(([0], np.cumsum(batch.lengths)))
@@ -85,38 +99,42 @@ def plan_rows(batch: Batch, steps: int, fraction: float = 1.0, seed: int = 0) ->
     count = 0
     for c, (lo, hi) in enumerate(pairwise(starts)):
         spans_all.append(Span(int(lo), int(hi - lo), int(lo), int(lo)))
-        found = _runs(supervised_rows(turn[lo:hi]) + lo)
-        for run in found if fraction == 1.0 else _subsample(found, fraction, rng):
+        for run in _chosen(supervised_rows(turn[lo:hi]) + lo, fraction, anchors, rng):
             spans_rows.append(Span(count, len(run), int(lo), int(run[0])))
             runs.append(run)
             owners.append(np.full(len(run), c))
             count += len(run)
-    anchors = np.concatenate(runs) if runs else np.empty(0, np.int64)
+    chosen = np.concatenate(runs) if runs else np.empty(0, np.int64)
     owner = np.concatenate(owners) if owners else np.empty(0, np.int64)
     last = starts[owner + 1] - 1  # last position of each row's document
-    ahead = anchors + 1 + np.arange(steps)[:, None]  # [K, N]: position of the step's input token
-    inside = ahead + 1 <= last
+    ahead = chosen + 1 + np.arange(steps)[:, None]  # [K, N]: position of the step's input token
     label = np.minimum(ahead + 1, last)
     # Tokens t+1 .. t+2+k lie in one turn iff the bonus and the label do: a turn is a contiguous run.
-    valid = inside & (turn[label] == turn[np.minimum(anchors + 1, last)])
-    teacher = batch.teacher_index.numpy()[np.minimum(ahead, last)]
+    valid = (ahead + 1 <= last) & (turn[label] == turn[np.minimum(chosen + 1, last)])
+    shifted = np.minimum(np.searchsorted(chosen, ahead - 1), max(count - 1, 0)) if offline else None
+    if shifted is not None:
+        valid &= chosen[shifted] == ahead - 1
+    teacher_index = batch.teacher_index.numpy()
+    teacher = teacher_index[np.minimum(ahead, last)]
     flat = np.flatnonzero(valid)
     order = flat[np.argsort(teacher.reshape(-1)[flat], kind="stable")]
     teacher_of = teacher.reshape(-1)[order]
     following = np.concatenate([np.append(tokens[lo + 1 : hi], tokens[hi - 1]) for lo, hi in pairwise(starts)])
     return RowPlan(
-        anchors=torch.from_numpy(anchors),
+        anchors=torch.from_numpy(chosen),
         next_tokens=torch.from_numpy(following),
         tokens=torch.from_numpy(tokens[np.minimum(ahead, last)]),
         valid=torch.from_numpy(valid),
         positions=torch.from_numpy(np.concatenate([np.arange(n) for n in batch.lengths])),
         picks=torch.from_numpy(order),
         teacher_of=torch.from_numpy(teacher_of),
-        steps_of=torch.from_numpy(order // max(len(anchors), 1)),
+        steps_of=torch.from_numpy(order // max(count, 1)),
+        labels=torch.from_numpy(following[teacher_index >= 0]),
         conversation=torch.from_numpy(owner),
         spans_all=tuple(spans_all),
         spans_rows=tuple(spans_rows),
         teacher_bounds=np.searchsorted(teacher_of, np.arange(len(batch.teacher_argmax) + 1)),
+        shifted=None if shifted is None else torch.from_numpy(shifted),
     )
 
 

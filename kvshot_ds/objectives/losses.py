@@ -1,18 +1,30 @@
-"""Soft cross-entropy through the draft head, in chunks, loss and gradient in one pass.
+"""The losses of a draft row through the draft head, in chunks, loss and gradient in one pass.
 
-Logits over the draft vocabulary exist for one chunk of rows at a time, in neither pass for all of them: memory does
-not grow with rows x vocabulary x steps. The teacher's distribution is computed once for each of its rows and serves
-all steps whose label falls there.
+Logits over the draft vocabulary exist for one chunk of rows at a time: memory does not grow with rows x vocabulary x
+steps. The teacher's distribution is computed once for each of its rows and serves all steps judged there. What is done
+to the logits between the matrix products is done in tiles that stay in a CPU's cache.
+
+In all formulas: z logits of the drafter, q = softmax(z); p = the target's full-vocabulary softmax, cut to the draft
+vocabulary; share = sum p; p~ = p / share; a = sum min(p, q), the probability that a draft token sampled from q is
+accepted (arXiv 2211.17192; q is 0 outside the draft vocabulary); b = q where q < p, else 0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, assert_never
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.autograd.function import once_differentiable
+
+LossName = Literal["soft_ce", "kl", "hard_ce", "lk_alpha", "lk_lambda"]
+
+# Entries of one tile: a few of these fit the caches of a CPU core; elsewhere a tile only has to be worth a kernel launch.
+_CPU_TILE, _OTHER_TILE = 1 << 18, 1 << 25
 
 
 @dataclass(frozen=True)
@@ -21,17 +33,19 @@ class Teacher:
 
     hidden [R, d]: input of the target's head. head [V_d, d]: the target's head rows of the draft vocabulary.
     argmax [R]: full-vocabulary arg-max (target ids). lse [R] fp32: full-vocabulary log-sum-exp.
+    label [R] int64: draft index of the text's next token, -1 if it is outside of the draft vocabulary.
     """
 
     hidden: torch.Tensor
     head: torch.Tensor
     argmax: torch.Tensor
     lse: torch.Tensor
+    label: torch.Tensor
 
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """loss: scalar, differentiable. row_loss [M], correct [M] bool, prob [M] (sum of min(p, q)): per row, detached."""
+    """loss: scalar, differentiable. row_loss [M], correct [M] bool, prob [M] (a): per row, unweighted, detached; fp32 at least."""
 
     loss: torch.Tensor
     row_loss: torch.Tensor
@@ -39,7 +53,7 @@ class HeadOutput:
     prob: torch.Tensor
 
 
-def soft_cross_entropy(
+def head_loss(
     h: torch.Tensor,
     weight: torch.Tensor,
     teacher: Teacher,
@@ -48,76 +62,290 @@ def soft_cross_entropy(
     row_weight: torch.Tensor,
     draft_ids: torch.Tensor,
     chunk: int,
+    loss: LossName,
+    eta: float,
 ) -> HeadOutput:
-    """sum_m row_weight[m] * CE(p_{teacher_of[m]} renormalised over the draft vocabulary, softmax(h_m W^T)).
+    """sum_m row_weight[m] * row_loss[m], the row's loss being one of
 
-    h [M, d]: normed hidden states ordered by teacher row. weight [V_d, d]: draft head. bounds [R + 1], on the host: the
-    rows of teacher row r are bounds[r] .. bounds[r + 1]. row_weight [M]. draft_ids [V_d]. chunk: most rows at once.
-    prob is the exact acceptance probability under sampling (arXiv 2211.17192): q is 0 outside the draft vocabulary.
+    - soft_ce: CE(p~, q)
+    - kl: KL(p~ || q), the same gradient
+    - hard_ce: -log q[label]
+    - lk_alpha: -log a, a floored at the least normal number (arXiv 2602.23881)
+    - lk_lambda: l KL(p~ || q) + (1 - l) (1 - a), l = exp(-eta a) of each row, held constant in the gradient (arXiv 2602.23881)
+
+    h [M, d]: normed hidden states ordered by teacher row. weight [V_d, d]: draft head. teacher_of [M]: teacher row.
+    bounds [R + 1], on the host: the rows of teacher row r are bounds[r] .. bounds[r + 1]; most may be empty.
+    row_weight [M], no gradient. draft_ids [V_d]: target ids. chunk: most rows at once, but all rows of a teacher row stay together.
+    Gradients reach h and weight, each only if it requires one. Where q = p exactly, a counts p: its gradient there is 0.
+    Rows without a loss (hard_ce: label outside; those with p~: share underflows) have row_loss 0 and gradient 0.
     """
-    loss, row_loss, correct, prob = _SoftCrossEntropy.apply(h, weight, teacher, teacher_of, bounds, row_weight, draft_ids, chunk)
-    return HeadOutput(loss, row_loss, correct, prob)
+    on = torch.is_grad_enabled()  # requires_grad alone says nothing: evaluation runs with the same parameters
+    need = (on and h.requires_grad, on and weight.requires_grad)
+    task = _Task(teacher, teacher_of, _edges(bounds, len(h)), row_weight.detach(), draft_ids, chunk, loss, eta)
+    return HeadOutput(*_HeadLoss.apply(h, weight, task, need))
 
 
-def _chunks(bounds: npt.NDArray[np.int64], chunk: int) -> list[tuple[int, int]]:
-    """Teacher-row ranges [a, b) whose draft rows number at most `chunk` (at least one teacher row each)."""
-    out, a, rows = [], 0, len(bounds) - 1
+@torch.no_grad()
+def token_confidence(
+    h: torch.Tensor, weight: torch.Tensor, teacher: Teacher, teacher_of: torch.Tensor, bounds: npt.NDArray[np.int64], chunk: int
+) -> torch.Tensor:
+    """q[label] of each row, 0 where the label is outside of the draft vocabulary: [M], fp32 at least, no gradient. Arguments as in head_loss."""
+    edges = _edges(bounds, len(h))
+    pieces = _chunks(edges, chunk)
+    label = teacher.label[teacher_of]
+    logits = h.new_empty(_widest(edges, pieces), len(weight))
+    out = h.new_empty(len(h), dtype=_wide(h))
+    for a, b in pieces:
+        m = slice(int(edges[a]), int(edges[b]))
+        z = torch.mm(h[m], weight.T, out=logits[: m.stop - m.start])
+        for t in _tiles(z):
+            out[m][t] = _at(torch.softmax(z[t], -1, dtype=out.dtype), label[m][t].clamp(min=0))
+    return out.mul_(label >= 0)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """Arguments of head_loss that no gradient reaches. edges [U + 1]: as bounds, without the empty teacher rows."""
+
+    teacher: Teacher
+    teacher_of: torch.Tensor
+    edges: npt.NDArray[np.int64]
+    row_weight: torch.Tensor
+    draft_ids: torch.Tensor
+    chunk: int
+    loss: LossName
+    eta: float
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor, weight: torch.Tensor, task: _Task, need: tuple[bool, bool]) -> tuple[torch.Tensor, ...]:
+        rows, dh, dw = _one_pass(h, weight, task, need)
+        ctx.save_for_backward(dh, dw)
+        ctx.dtypes = h.dtype, weight.dtype
+        ctx.mark_non_differentiable(rows.loss, rows.correct, rows.prob)
+        return (rows.loss * task.row_weight).sum(), rows.loss, rows.correct, rows.prob
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dh, dw = (None if x is None else (x * grads[0]).to(dtype) for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
+        return dh, dw, None, None
+
+
+class _Rows(NamedTuple):
+    """Results per row [M]. scale: factor on the row's gradient with respect to its logits."""
+
+    loss: torch.Tensor
+    correct: torch.Tensor
+    prob: torch.Tensor
+    scale: torch.Tensor
+
+
+def _one_pass(h: torch.Tensor, weight: torch.Tensor, task: _Task, need: tuple[bool, bool]) -> tuple[_Rows, torch.Tensor | None, torch.Tensor | None]:
+    """Row results and the gradients of the weighted sum: dh [M, d] in h's dtype, dw [V_d, d] in fp32 at least, or None."""
+    wide, edges = _wide(h), task.edges
+    rows = _Rows(*(h.new_empty(len(h), dtype=t) for t in (wide, torch.bool, wide, wide)))
+    dh = torch.empty_like(h) if need[0] else None
+    dw = torch.zeros_like(weight, dtype=wide) if need[1] else None
+    # Numbering of the teacher rows that are used, without asking the device how many: the host knows.
+    slot = (torch.diff(task.teacher_of, prepend=task.teacher_of[:1]) != 0).cumsum(0)
+    used = task.teacher_of.new_zeros(len(edges) - 1).scatter_(0, slot, task.teacher_of)
+    pieces = _chunks(edges, task.chunk)
+    logits = h.new_empty(_widest(edges, pieces), len(weight))
+    scratch = _Scratch.empty(logits, wide)
+    for a, b in pieces:
+        m = slice(int(edges[a]), int(edges[b]))
+        target = _target(task.teacher, used[a:b], wide)
+        z = torch.mm(h[m], weight.T, out=logits[: m.stop - m.start])
+        for t in _tiles(z):
+            g = slice(m.start + t.start, m.start + t.stop)
+            judged = _judge(z[t], task, g, target, slot[g] - a, scratch, any(need))
+            for kept, new in zip(rows, judged, strict=True):
+                kept[g] = new
+        # z now holds the unweighted gradient. The weights are applied where a row is d wide, not V_d.
+        if dh is not None:
+            torch.mm(z, weight, out=dh[m]).mul_(rows.scale[m, None])
+        if dw is not None:
+            _accumulate(dw, z, (h[m] * rows.scale[m, None]).to(h.dtype))
+    return rows, dh, dw
+
+
+def _accumulate(dw: torch.Tensor, z: torch.Tensor, h: torch.Tensor) -> None:
+    """dw += z^T h. Half-precision products are made in their own dtype (sums inside are fp32) and added up in dw's."""
+    if dw.dtype == h.dtype:
+        dw.addmm_(z.T, h)
+    else:
+        dw.add_(z.T @ h)
+
+
+class _Target(NamedTuple):
+    """The teacher at u rows: p [u, V_d], share [u] (at least the least normal number), whether it is one [u], entropy of p~ [u]."""
+
+    p: torch.Tensor
+    share: torch.Tensor
+    known: torch.Tensor
+    entropy: torch.Tensor
+
+
+def _target(teacher: Teacher, rows: torch.Tensor, wide: torch.dtype) -> _Target:
+    z = teacher.hidden[rows].to(teacher.head.dtype) @ teacher.head.T
+    p = z if z.dtype == wide else torch.empty_like(z, dtype=wide)
+    lse = teacher.lse[rows].to(wide)
+    share, entropy = torch.empty_like(lse), torch.empty_like(lse)
+    for t in _tiles(z):
+        x = z[t].to(wide)
+        inner = torch.softmax(x, -1)
+        inside = x.amax(-1) - inner.amax(-1).log()
+        share[t] = (inside - lse[t]).exp()
+        entropy[t] = inside - x.mul_(inner).sum(-1)  # z[t] is not read again
+        torch.mul(inner, share[t, None], out=p[t])
+    tiny = torch.finfo(wide).tiny
+    return _Target(p, share.clamp(min=tiny), share >= tiny, entropy)
+
+
+class _Scratch(NamedTuple):
+    """Room for one tile, in fp32 at least: q, p and b (before that p * z and min(p, q))."""
+
+    q: torch.Tensor
+    p: torch.Tensor
+    b: torch.Tensor
+
+    @classmethod
+    def empty(cls, logits: torch.Tensor, wide: torch.dtype) -> _Scratch:
+        tile = next(_tiles(logits), slice(0, 0))
+        return cls(*(logits.new_empty(tile.stop, logits.shape[1], dtype=wide) for _ in range(3)))
+
+
+class _Stats(NamedTuple):
+    """What losses and slopes are made of, per row of a tile [n]. mean_z = E_p~[z]; z_label = z[label]; below = sum b."""
+
+    lse: torch.Tensor
+    mean_z: torch.Tensor
+    entropy: torch.Tensor
+    share: torch.Tensor
+    a: torch.Tensor
+    z_label: torch.Tensor
+    below: torch.Tensor
+
+
+def _judge(z: torch.Tensor, task: _Task, g: slice, target: _Target, of: torch.Tensor, scratch: _Scratch, slope: bool) -> _Rows:
+    """Rows g of the whole, a tile of n. With `slope`, their logits z [n, V_d] become the unweighted gradient. of [n]: rows of `target`."""
+    q, p, b = (x[: len(z)] for x in scratch)
+    x, hard, uses_p, uses_b = z.to(q.dtype), task.loss == "hard_ce", task.loss in ("soft_ce", "kl", "lk_lambda"), task.loss in ("lk_alpha", "lk_lambda")
+    index = task.teacher_of[g]
+    label, share = task.teacher.label[index], target.share[of]
+    first = label.clamp(min=0)
+    top, best = x.max(-1)
+    torch.index_select(target.p, 0, of, out=p)
+    mean_z = torch.mul(p, x, out=b).sum(-1) / share if uses_p else top
+    z_label = _at(x, first)
+    torch.softmax(x, -1, out=q)
+    lse = top - _at(q, best).log()  # from the arg-max's own probability: no second pass of exponentials
+    a = torch.minimum(p, q, out=b).sum(-1)
+    below = torch.lt(q, p, out=b).mul_(q).sum(-1) if uses_b and slope else a
+    stats = _Stats(lse, mean_z, target.entropy[of], share, a, z_label, below)
+    if slope:
+        if hard:
+            q.scatter_add_(1, first[:, None], -torch.ones_like(z_label)[:, None])
+        _combine(_slope(task.loss, task.eta, stats), q, p, b, z)
+    known = label >= 0 if hard else target.known[of] if uses_p else torch.ones_like(label, dtype=torch.bool)
+    return _Rows(
+        loss=torch.where(known, _value(task.loss, task.eta, stats), 0),
+        correct=task.draft_ids[best] == task.teacher.argmax[index],
+        prob=a,
+        scale=task.row_weight[g] * known,
+    )
+
+
+def _value(loss: LossName, eta: float, s: _Stats) -> torch.Tensor:
+    """The loss of each row [n]."""
+    match loss:
+        case "soft_ce":
+            return s.lse - s.mean_z
+        case "kl":
+            return (s.lse - s.mean_z - s.entropy).clamp_(min=0)  # rounding of the difference
+        case "hard_ce":
+            return s.lse - s.z_label
+        case "lk_alpha":
+            return -s.a.clamp(min=torch.finfo(s.a.dtype).tiny).log()
+        case "lk_lambda":
+            part = torch.exp(-eta * s.a)
+            return part * _value("kl", eta, s) + (1 - part) * (1 - s.a)
+    assert_never(loss)
+
+
+class _Slope(NamedTuple):
+    """d loss / dz = q * Q + p * P + b * B, with factors per row [n] (None: Q = 1, P = 0, B = 0)."""
+
+    q: torch.Tensor | None = None
+    p: torch.Tensor | None = None
+    b: torch.Tensor | None = None
+
+
+def _slope(loss: LossName, eta: float, s: _Stats) -> _Slope:
+    """d a / dz_v = b_v - q_v sum b, because d q_u / dz_v = q_u ([u = v] - q_v) and only entries with q < p count."""
+    match loss:
+        case "soft_ce" | "kl":
+            return _Slope(p=-1 / s.share)
+        case "hard_ce":
+            return _Slope()  # q - 1 at the label: the caller has subtracted it
+        case "lk_alpha":
+            inverse = 1 / s.a.clamp(min=torch.finfo(s.a.dtype).tiny)
+            return _Slope(q=s.below * inverse, b=-inverse)
+        case "lk_lambda":
+            part = torch.exp(-eta * s.a)
+            return _Slope(q=part + (1 - part) * s.below, p=-part / s.share, b=part - 1)
+    assert_never(loss)
+
+
+def _combine(slope: _Slope, q: torch.Tensor, p: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """out = q * Q + p * P + b * B; q is used up."""
+    if slope.q is not None:
+        q.mul_(slope.q[:, None])
+    terms = [(x, factor[:, None]) for x, factor in ((p, slope.p), (b, slope.b)) if factor is not None]
+    for x, factor in terms[:-1]:
+        q.addcmul_(x, factor)
+    if terms:
+        torch.addcmul(q, *terms[-1], out=out)
+    else:
+        out.copy_(q)
+
+
+def _wide(h: torch.Tensor) -> torch.dtype:
+    """Dtype of everything between the matrix products."""
+    return torch.promote_types(h.dtype, torch.float32)
+
+
+def _at(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """x[i, index[i]]: [n, V_d], [n] -> [n]."""
+    return x.gather(1, index[:, None]).squeeze(1)
+
+
+def _edges(bounds: npt.NDArray[np.int64], rows: int) -> npt.NDArray[np.int64]:
+    """Bounds of the teacher rows that have draft rows: [U + 1]."""
+    if bounds[0] != 0 or bounds[-1] != rows:
+        raise ValueError(f"bounds must run from 0 to the {rows} rows of h, they run from {bounds[0]} to {bounds[-1]}")
+    return np.append(bounds[:-1][np.diff(bounds) > 0], rows)
+
+
+def _chunks(edges: npt.NDArray[np.int64], chunk: int) -> list[tuple[int, int]]:
+    """Ranges [a, b) of used teacher rows whose draft rows number at most `chunk` (at least one teacher row each)."""
+    out, a, rows = [], 0, len(edges) - 1
     while a < rows:
-        b = max(a + 1, int(np.searchsorted(bounds, bounds[a] + chunk, side="right")) - 1)
-        out.append((a, min(b, rows)))
-        a = out[-1][1]
+        b = max(a + 1, int(np.searchsorted(edges, edges[a] + chunk, side="right")) - 1)
+        out.append((a, b))
+        a = b
     return out
 
 
-class _SoftCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        h: torch.Tensor,
-        weight: torch.Tensor,
-        teacher: Teacher,
-        teacher_of: torch.Tensor,
-        bounds: npt.NDArray[np.int64],
-        row_weight: torch.Tensor,
-        draft_ids: torch.Tensor,
-        chunk: int,
-    ) -> tuple[torch.Tensor, ...]:
-        need_h, need_w = ctx.needs_input_grad[:2]
-        rows, wide = len(h), torch.promote_types(h.dtype, torch.float32)
-        row_loss, prob = h.new_zeros(rows, dtype=wide), h.new_zeros(rows, dtype=wide)
-        correct = torch.zeros(rows, dtype=torch.bool, device=h.device)
-        dh = torch.empty_like(h) if need_h else None
-        dw = torch.zeros_like(weight, dtype=wide) if need_w else None
-        for a, b in _chunks(bounds, chunk):
-            m = slice(int(bounds[a]), int(bounds[b]))
-            if m.start == m.stop:
-                continue
-            z = (teacher.hidden[a:b].to(teacher.head.dtype) @ teacher.head.T).to(wide)
-            inside = torch.logsumexp(z, -1, keepdim=True)
-            p = (z - inside).exp_()  # renormalised over the draft vocabulary
-            share = (inside.squeeze(-1) - teacher.lse[a:b]).exp_()  # mass of the draft vocabulary under the full softmax
-            of = teacher_of[m] - a
-            target = p[of]
-            logits = (h[m] @ weight.T).to(wide)
-            lse = torch.logsumexp(logits, -1, keepdim=True)
-            row_loss[m] = lse.squeeze(-1) - torch.linalg.vecdot(target, logits)
-            best = logits.argmax(-1)
-            correct[m] = draft_ids[best] == teacher.argmax[a:b][of]
-            q = logits.sub_(lse).exp_()
-            prob[m] = torch.minimum(target * share[of].unsqueeze(-1), q).sum(-1)
-            if dh is not None or dw is not None:
-                dz = q.sub_(target).mul_(row_weight[m].unsqueeze(-1)).to(h.dtype)
-                if dh is not None:
-                    dh[m] = dz @ weight
-                if dw is not None:
-                    dw.addmm_(dz.T.to(wide), h[m].to(wide))
-        ctx.save_for_backward(dh, dw)
-        ctx.weight_dtype = weight.dtype
-        ctx.mark_non_differentiable(row_loss, correct, prob)
-        return (row_loss * row_weight).sum(), row_loss, correct, prob
+def _widest(edges: npt.NDArray[np.int64], pieces: list[tuple[int, int]]) -> int:
+    """Draft rows of the largest chunk."""
+    return max((int(edges[b] - edges[a]) for a, b in pieces), default=0)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dh, dw = ctx.saved_tensors
-        g = grads[0]
-        return (None if dh is None else dh * g.to(dh.dtype), None if dw is None else (dw * g).to(ctx.weight_dtype), None, None, None, None, None, None)
+
+def _tiles(z: torch.Tensor) -> Iterator[slice]:
+    """Rows of z [n, V_d] in tiles."""
+    size = _CPU_TILE * torch.get_num_threads() if z.device.type == "cpu" else _OTHER_TILE
+    step = max(1, size // z.shape[1])
+    yield from (slice(a, b) for a, b in pairwise([*range(0, len(z), step), len(z)]))

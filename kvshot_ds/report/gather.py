@@ -191,7 +191,8 @@ def evaluated(runs: tuple[Run, ...]) -> list[tuple[int, Run, Evaluation]]:
 def drafter_of(recipe: Recipe) -> Drafter:
     """The drafter that a run's resolved recipe trains, before anything is measured of it."""
     drafter, init = recipe.train.drafter, recipe.train.init
-    injection = None if drafter.family == "hidden_only" else drafter.kv.injection
+    kv = getattr(drafter, "kv", None)
+    injection = None if kv is None else kv.injection
     return Drafter(drafter.family, drafter.depth, injection, init.layers, init.head)
 
 

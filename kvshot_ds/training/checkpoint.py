@@ -18,13 +18,21 @@ _CURRENT = "current.json"
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is and what it took, over all its starts. resumed_from: steps at which it was taken up again."""
+    """How far a run is and what it took, over all its starts. resumed_from: steps at which it was taken up again.
+
+    padding: tokens computed that count for nothing (conversations are laid end to end, so only the stand-ins of uneven ranks).
+    """
 
     step: int = 0
     seconds: float = 0.0
     tokens: int = 0
     supervised_rows: int = 0
+    padding: int = 0
     resumed_from: tuple[int, ...] = ()
+
+    @property
+    def padding_share(self) -> float:
+        return self.padding / max(1, self.padding + self.tokens)
 
 
 def save(folder: Path, engine: Any, progress: Progress, rank: int, keep: int) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from kvshot_ds.config import ObjectiveConfig
 from kvshot_ds.errors import ConfigError
 from kvshot_ds.features.batch import Batch, collate
 from kvshot_ds.features.shard import ShardSet
@@ -71,9 +72,9 @@ class Schedule:
 class _Steps(Dataset[list[MicroBatch]]):
     """Map-style: item n is the list of micro-batches of optimizer step first + n for one rank."""
 
-    def __init__(self, shards: ShardSet, keys: Collection[str], schedule: Schedule, rank: int, ttt_steps: int, fraction: float, first: int):
+    def __init__(self, shards: ShardSet, keys: Collection[str], schedule: Schedule, rank: int, objective: ObjectiveConfig, first: int):
         self.shards, self.keys, self.schedule, self.rank = shards, keys, schedule, rank
-        self.ttt_steps, self.fraction, self.first = ttt_steps, fraction, first
+        self.objective, self.first = objective, first
 
     def __len__(self) -> int:
         return self.schedule.steps - self.first
@@ -88,15 +89,16 @@ class _Steps(Dataset[list[MicroBatch]]):
         for micro, slot in enumerate(plan.slots[self.rank]):
             batch = collate([self.shards.read(i, self.keys) for i in slot or stand_in[:1]])
             seed = (self.schedule.seed * 1_000_003 + number) * 4096 + micro * self.schedule.world + self.rank
-            out.append(MicroBatch(batch, plan_rows(batch, self.ttt_steps, self.fraction, seed), bool(slot)))
+            o = self.objective
+            out.append(MicroBatch(batch, plan_rows(batch, o.steps, o.row_fraction, seed, o.anchors, o.drift == "offline"), bool(slot)))
         return out
 
 
 def step_batches(
-    shards: ShardSet, keys: Collection[str], schedule: Schedule, rank: int, ttt_steps: int, fraction: float, first: int, workers: int, pin: bool
+    shards: ShardSet, keys: Collection[str], schedule: Schedule, rank: int, objective: ObjectiveConfig, first: int, workers: int, pin: bool
 ) -> Iterator[list[MicroBatch]]:
     """Micro-batches of this rank for the optimizer steps first, first + 1, …; read ahead by `workers` processes (0: in this one)."""
-    data = _Steps(shards, keys, schedule, rank, ttt_steps, fraction, first)
+    data = _Steps(shards, keys, schedule, rank, objective, first)
     loader = DataLoader(
         data, batch_size=None, shuffle=False, num_workers=workers, prefetch_factor=4 if workers else None, pin_memory=False, worker_init_fn=_one_thread,
         multiprocessing_context="forkserver" if workers else None,

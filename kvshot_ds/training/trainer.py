@@ -14,15 +14,16 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import ds_configs
-from kvshot_ds.config import Recipe, dump_recipe, load_recipe
+from kvshot_ds.config import Recipe, TrainConfig, dump_recipe, load_recipe
 from kvshot_ds.drafters.base import Drafter
-from kvshot_ds.drafters.build import DrafterInfo, build_drafter, save_drafter
+from kvshot_ds.drafters.build import DrafterInfo, build_drafter, find_drafter, save_drafter
 from kvshot_ds.drafters.initial import choose_vocab, initialise
+from kvshot_ds.drafters.warm import WarmReport, warm_start
 from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.features.manifest import load_token_counts, require
 from kvshot_ds.features.shard import ShardSet
 from kvshot_ds.files import read_json, write_json
-from kvshot_ds.objectives.ttt import TTT
+from kvshot_ds.objectives.objective import Objective, required_features
 from kvshot_ds.provenance import digest, stamp
 from kvshot_ds.target import load_geometry, load_parts, weights_digest
 from kvshot_ds.training import checkpoint
@@ -36,15 +37,19 @@ _LOWER = "try a lower train.optim.lr, under another name"
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything that is settled before the first step. coverage: share of the train labels inside the draft vocabulary."""
+    """Everything that is settled before the first step. coverage: share of the train labels inside the draft vocabulary.
+
+    warm: what was taken from another drafter, if any.
+    """
 
     recipe: Recipe
     world: World
     shards: ShardSet
     schedule: Schedule
-    objective: TTT
+    objective: Objective
     engine: Any
     coverage: float
+    warm: WarmReport | None
 
     @property
     def drafter(self) -> Drafter:
@@ -92,8 +97,10 @@ def _changed(before: Recipe, now: Recipe) -> list[str]:
 
 
 def run_digest(recipe: Recipe, shards: ShardSet, target_digest: str) -> str:
-    """Digest of all that shapes the trained weights: options, target, data."""
-    return digest(recipe.train, target_digest, shards.digest, repr(ds_configs.load(recipe.train.ds_config)))
+    """Digest of all that shapes the trained weights: options, target, data, and the weights of a warm start."""
+    source = recipe.train.init.warm_start
+    warm = weights_digest(find_drafter(source)) if source else ""
+    return digest(recipe.train, target_digest, shards.digest, repr(ds_configs.load(recipe.train.ds_config)), warm)
 
 
 def prepare(recipe: Recipe, world: World) -> Setup:
@@ -105,7 +112,7 @@ def prepare(recipe: Recipe, world: World) -> Setup:
     geometry = load_geometry(recipe.target.path, recipe.target.trust_remote_code)
     drafter = build_drafter(config.drafter, geometry, config.draft_vocab_size)
     target_digest = weights_digest(recipe.target.path)
-    require(shards.manifest, drafter.required_features(), target_digest)
+    require(shards.manifest, required_features(drafter, config.objective), target_digest)
     if config.verify_shards and world.rank == 0:
         shards.check_bytes()
     sizes = [(s.tokens, s.rows) for s in shards.samples]
@@ -117,20 +124,40 @@ def prepare(recipe: Recipe, world: World) -> Setup:
     drafter.set_vocab(ids)
     drafter = drafter.to(world.device)  # initialised in fp32, on every rank alike
     initialise(drafter, config.init, parts, config.seed)
-    drafter.bind(parts.embedding)
-    objective = TTT(drafter.to(dtype), config.objective, parts.head)
+    warm = warm_start(drafter, config.init.warm_start, config.init.tensors, target_digest) if config.init.warm_start else None
+    drafter.bind(parts.embedding, parts.head)
+    equip(drafter.to(dtype), config, ds_config, schedule.steps)
+    objective = Objective(drafter, config.objective, parts.head)
     engine = make_engine(objective, config, ds_config, world, schedule.accumulation, schedule.steps)
     if world.rank == 0 and not checkpoint.exists(recipe.run_dir / "checkpoints"):
         stamp(recipe.run_dir, recipe, train_digest=run_digest(recipe, shards, target_digest))
     dist.barrier()
-    return Setup(recipe, world, shards, schedule, objective, engine, float(counts[ids].sum() / counts.sum().clamp_min(1)))
+    return Setup(recipe, world, shards, schedule, objective, engine, float(counts[ids].sum() / counts.sum().clamp_min(1)), warm)
+
+
+def equip(drafter: Drafter, config: TrainConfig, ds_config: dict[str, Any], steps: int) -> None:
+    """Sets what changes how the drafter is trained and not what it is. Raises ConfigError if it does not fit the run of `steps`."""
+    drafter.recompute = config.recompute
+    gate = getattr(config.drafter, "gate", None)
+    if gate is not None and gate.scheduled_steps > steps:
+        raise ConfigError(
+            f"train.drafter.gate: its schedule of {gate.scheduled_steps} steps (open_steps + floor_steps) outlasts the run of {steps}; "
+            f"the drafter would be used with another gate than it was trained with"
+        )
+    for layer in drafter.draft_layers:
+        if layer.cross_attn is not None:
+            layer.cross_attn.kv_gradient_scale = config.objective.kv_gradient_scale
+    if config.compile:
+        if ds_config.get("zero_optimization", {}).get("stage") == 3:
+            raise ConfigError("train.compile=true does not work with ZeRO stage 3, which gathers weights between the layer's parts; use stage 0, 1 or 2")
+        drafter.compile_layers()
 
 
 def run_steps(s: Setup, before: Progress) -> Progress:
     """The optimizer steps that are left. Returns the progress of the whole run."""
     config, world, folder = s.recipe.train, s.world, s.recipe.run_dir
     batches = step_batches(
-        s.shards, ("tokens", "turn", *s.drafter.required_features().keys()), s.schedule, world.rank, config.objective.steps, config.objective.row_fraction,
+        s.shards, ("tokens", "turn", *s.objective.required_features().keys()), s.schedule, world.rank, config.objective,
         before.step, config.data_workers, pin=world.device.type == "cuda",
     )  # fmt: skip
     clock = Clock(before, world.device)
@@ -139,6 +166,7 @@ def run_steps(s: Setup, before: Progress) -> Progress:
         board.text("recipe", dump_recipe(s.recipe))
         meter = Meter(config.objective.steps, world.device)
         for step in range(before.step + 1, s.schedule.steps + 1):
+            s.drafter.at_step(step - 1)
             micro_batches = clock.waiting(batches)
             optimizer_step(s, micro_batches, meter)
             clock.count(micro_batches)
@@ -160,7 +188,7 @@ class Clock:
     def __init__(self, before: Progress, device: torch.device):
         self.before, self.device, self.stall = before, device, 0.0
         self.started = self.point = time.monotonic()
-        self.seen = torch.zeros(2, dtype=torch.int64)
+        self.seen = torch.zeros(3, dtype=torch.int64)
         self.tokens_at_point = 0
 
     def waiting(self, batches: Iterator[list[MicroBatch]]) -> list[MicroBatch]:
@@ -172,11 +200,11 @@ class Clock:
 
     def count(self, micro_batches: list[MicroBatch]) -> None:
         for m in micro_batches:
-            if m.counted:
-                self.seen += torch.tensor([sum(m.batch.lengths), m.plan.supervised])
+            tokens = sum(m.batch.lengths)
+            self.seen += torch.tensor([tokens, m.plan.supervised, 0] if m.counted else [0, 0, tokens])
 
     def reduced(self) -> list[int]:
-        """[tokens, rows] of this start over all ranks. All ranks call it."""
+        """[tokens, rows, padding tokens] of this start over all ranks. All ranks call it."""
         total = self.seen.to(self.device, copy=True)
         dist.all_reduce(total)
         return total.tolist()
@@ -190,9 +218,10 @@ class Clock:
         return out
 
     def progress(self, step: int) -> Progress:
-        tokens, rows = self.reduced()
+        tokens, rows, padding = self.reduced()
         b = self.before
-        return Progress(step, b.seconds + time.monotonic() - self.started, b.tokens + tokens, b.supervised_rows + rows, b.resumed_from)
+        seconds = b.seconds + time.monotonic() - self.started
+        return Progress(step, seconds, b.tokens + tokens, b.supervised_rows + rows, b.padding + padding, b.resumed_from)
 
 
 def optimizer_step(s: Setup, micro_batches: list[MicroBatch], meter: Meter) -> None:
@@ -201,7 +230,7 @@ def optimizer_step(s: Setup, micro_batches: list[MicroBatch], meter: Meter) -> N
     The loss is normalised by the supervised rows of all ranks and micro-steps, whatever their distribution; DeepSpeed
     divides by ranks and micro-steps, which is multiplied back here.
     """
-    device, dtype = s.world.device, s.drafter.lm_head.weight.dtype
+    device, dtype = s.world.device, s.drafter.norm.weight.dtype
     rows = torch.tensor([sum(m.plan.supervised for m in micro_batches if m.counted)], dtype=torch.float32).to(device, non_blocking=True)
     dist.all_reduce(rows)
     normaliser = rows.clamp_min(1) / (s.world.size * len(micro_batches))
@@ -210,7 +239,7 @@ def optimizer_step(s: Setup, micro_batches: list[MicroBatch], meter: Meter) -> N
         out = s.engine(micro.batch.to(device, dtype), plan, normaliser)
         s.engine.backward(out.loss if micro.counted else out.loss * 0)
         s.engine.step()
-        meter.add(out.sums(plan), micro.counted)
+        meter.add(out, plan, normaliser, micro.counted)
 
 
 def log_point(s: Setup, board: Board, bar: Any, meter: Meter, clock: Clock, step: int, last: list[MicroBatch]) -> None:
@@ -218,7 +247,7 @@ def log_point(s: Setup, board: Board, bar: Any, meter: Meter, clock: Clock, step
 
     Raises KvshotError if the loss is not finite.
     """
-    scalars = training_scalars(meter.read(), s.recipe.train.objective.step_decay) | clock.rates()
+    scalars = training_scalars(*meter.read()) | clock.rates()
     if not math.isfinite(scalars["train/loss"]):
         keys = ", ".join(key for m in last for key in m.batch.keys)
         raise KvshotError(
@@ -257,7 +286,9 @@ def finish(s: Setup, progress: Progress) -> dict[str, Any]:
         "parameters": {"trainable": trainable},
         "draft_vocab_size": config.draft_vocab_size,
         "draft_vocab_coverage": s.coverage,
-        "init": config.init.model_dump(),
+        "init": config.init.model_dump(mode="json"),
+        "warm_start": s.warm.to_json() if s.warm else None,
+        "padding_share": progress.padding_share,
         "world_size": s.world.size,
         "resumed_from": list(progress.resumed_from),
     }
@@ -266,10 +297,11 @@ def finish(s: Setup, progress: Progress) -> dict[str, Any]:
     )
     with _whole(s.drafter):
         if s.world.rank == 0:
-            save_drafter(folder / "drafter", s.drafter, info, s.drafter.lm_head.weight.dtype)
+            save_drafter(folder / "drafter", s.drafter, info, s.drafter.norm.weight.dtype)
             write_json(folder / "train.json", summary)
             print(
                 f"{s.recipe.name}: {progress.step} steps, {progress.supervised_rows} supervised rows, {progress.seconds:.0f} s, "
+                f"padding {progress.padding_share:.1%}, "
                 f"{trainable / 1e6:.1f} M parameters -> {folder / 'drafter'}"
             )
     dist.barrier()
@@ -290,6 +322,8 @@ def _announce(s: Setup, first: int) -> None:
     stale = checkpoint.sweep(s.recipe.run_dir / "checkpoints", first)
     if stale:
         print(f"{s.recipe.name}: dropped half-written checkpoint(s) {', '.join(stale)}")
+    for line in s.warm.lines() if s.warm else ():
+        print(f"{s.recipe.name}: {line}")
     if first:
         print(f"{s.recipe.name}: continuing after step {first} of {s.schedule.steps}")
     print(

@@ -11,26 +11,35 @@ import torch.distributed as dist
 
 from kvshot_ds import metrics
 from kvshot_ds.drafters.base import Drafter
-from kvshot_ds.drafters.layer import GatedDelta
-from kvshot_ds.objectives.ttt import StepSums
+from kvshot_ds.drafters.gate import GatedDelta
+from kvshot_ds.objectives.alignment import RowPlan
+from kvshot_ds.objectives.objective import Output
 
 
 class Meter:
-    """Sums over the micro-batches since the last reading, on the device; reduced over ranks when read."""
+    """Sums over the micro-batches since the last reading, on the device; reduced over ranks when read.
+
+    The last row holds the auxiliary losses: what the KV branch and the query distillation added, in its first two places.
+    """
 
     def __init__(self, steps: int, device: torch.device):
-        self.sums = torch.zeros(5, steps, device=device)
+        self.sums = torch.zeros(7, max(steps, 2), device=device)
+        self.steps = steps
 
-    def add(self, s: StepSums, counted: bool) -> None:
-        if counted:
-            self.sums += torch.stack((s.den, s.loss, s.top1, s.joint, s.prob))
+    def add(self, out: Output, plan: RowPlan, normaliser: torch.Tensor, counted: bool) -> None:
+        if not counted:
+            return
+        s = out.sums(plan)
+        self.sums[:6, : self.steps] += torch.stack((s.den, s.loss, s.top1, s.joint, s.prob, s.weighted))
+        self.sums[6, :2] += torch.stack((out.kv_branch, out.query)) * normaliser
 
-    def read(self) -> torch.Tensor:
-        """[5, K] on the host, summed over ranks: den, loss, top1, joint, prob. Starts again from zero."""
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[6, K] on the host, summed over ranks: den, loss, top1, joint, prob, weighted; and [2]: KV branch, queries. Starts again from zero."""
         total = self.sums.clone()
         dist.all_reduce(total)
         self.sums.zero_()
-        return total.cpu()
+        host = total.cpu()
+        return host[:6, : self.steps], host[6, :2]
 
 
 def gates(drafter: Drafter) -> Iterator[torch.Tensor]:
@@ -67,11 +76,14 @@ class Board:
             self.writer.close()
 
 
-def training_scalars(sums: torch.Tensor, decay: float) -> dict[str, float]:
-    """Board tags of one reading of the meter [5, K]. train/loss is the objective per supervised row."""
-    den, loss, top1, joint, prob = sums.double()
+def training_scalars(sums: torch.Tensor, extra: torch.Tensor) -> dict[str, float]:
+    """Board tags of one reading of the meter. train/loss is the objective per supervised row, without the auxiliary losses beside it."""
+    den, loss, top1, joint, prob, weighted = sums.double()
     safe = den.clamp_min(1)
-    out = {"train/loss": float((decay ** torch.arange(len(den)) * loss).sum() / safe[0])}
+    out = {"train/loss": float(weighted.sum() / safe[0])}
+    for name, value in zip(("kv_branch", "query"), (extra.double() / safe[0]).tolist(), strict=True):
+        if value:
+            out[f"train/loss_{name}"] = value
     for k in range(len(den)):
         out[f"train/loss_step/{k}"] = float(loss[k] / safe[k])
         out[f"train/accept_top1/{k}"] = float(top1[k] / safe[k])

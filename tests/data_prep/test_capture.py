@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from data_prep.capture import CaptureJob, CaptureWorker, Prepared, Unit, batches, capture_unit
-from data_prep.orchestrate import cut
-from kvshot_ds.config import TargetConfig
+from data_prep.orchestrate import cut, make_plan
+from kvshot_ds.config import Recipe, TargetConfig
 from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.features.shard import ShardReader
 from kvshot_ds.features.spec import FeatureSpec
 from kvshot_ds.target import Target
 
-SPEC = FeatureSpec((1, 2), (3,), "last_hidden", "fp32")
+SPEC = FeatureSpec((1, 2), (3,), "last_hidden", "fp32", (3, 4))
 
 
 def record(length: int, seed: int) -> dict:
@@ -141,3 +141,19 @@ def test_worker_says_what_a_user_can_mend(target: Target, tmp_path: Path) -> Non
         with pytest.raises(KvshotError, match=r"out of memory.*lower capture\.tokens_per_batch \(now 128\)"):
             worker.work(unit)
     assert not list((tmp_path / "out").glob("*")), "a unit that failed left a file"
+
+
+def test_shards_from_before_queries_may_still_be_continued(tiny_target: Path, tmp_path: Path) -> None:
+    (tmp_path / "prepared").mkdir()
+    for name in ("train.jsonl", "heldout.jsonl"):
+        (tmp_path / "prepared" / name).write_text(json.dumps(record(12, 1)) + "\n")
+    (tmp_path / "prepared" / "summary.json").write_text("{}")
+
+    def features(**options: object) -> dict:
+        target = {"path": tiny_target, "dtype": "fp32", "device": "cpu"}
+        return make_plan(Recipe.model_validate({"name": "r", "work": tmp_path, "target": target, "capture": {"features": options}})).configuration
+
+    before = {"hidden_layers": [1, 2], "kv_layers": [2, 3], "teacher": "last_hidden", "dtype": "bf16"}  # as it was written then
+    assert features()["capture.features"] == before
+    assert features(query_layers=(3, 1))["capture.features"] == {**before, "query_layers": [1, 3]}
+    assert json.loads(json.dumps(features())) == features()

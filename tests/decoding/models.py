@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from kvshot_ds.drafters.base import Drafter
+from kvshot_ds.drafters.block import BlockDrafter
 from kvshot_ds.drafters.state import Start
 from kvshot_ds.geometry import Geometry
 from kvshot_ds.target import Target
@@ -37,7 +38,7 @@ def hf_target(family: str, dtype: torch.dtype = torch.float32, **options: Any) -
 
 def bound_drafter(name: str, target: Target, scale: float = 8.0) -> Drafter:
     drafter = toys.drafter(name, target.geometry, target.dtype, scale).eval().requires_grad_(False)
-    drafter.bind(target.model.get_input_embeddings().weight)
+    drafter.bind(target.model.get_input_embeddings().weight, target.model.get_output_embeddings().weight)
     return drafter
 
 
@@ -64,18 +65,21 @@ def script(drafter: Drafter, truth: list[int], wrong: Callable[[], bool]) -> lis
     The drafter still computes everything. Returns the log of its rounds.
     """
     log: list[Seen] = []
-    begin = drafter.begin
+    entry = "slots" if isinstance(drafter, BlockDrafter) else "begin"
+    first = getattr(drafter, entry)
 
     def logged(state, start):
         log.append(Seen(start))
-        return begin(state, start)
+        return first(state, start)
 
     def propose(h):
-        seen = log[-1]
-        token = truth[seen.anchor + 2 + len(seen.h)]
-        seen.h.append(h)
-        seen.proposed.append((token + 1) % toys.VOCAB if wrong() else token)
-        return torch.tensor(seen.proposed[-1:])
+        seen, before = log[-1], len(log[-1].h)
+        for one in h.split(1):  # a step, or all steps of a block
+            token = truth[seen.anchor + 2 + len(seen.h)]
+            seen.h.append(one)
+            seen.proposed.append((token + 1) % toys.VOCAB if wrong() else token)
+        return torch.tensor(seen.proposed[before:])
 
-    drafter.begin, drafter.propose = logged, propose  # type: ignore[method-assign]
+    setattr(drafter, entry, logged)
+    drafter.propose = propose  # type: ignore[method-assign]
     return log

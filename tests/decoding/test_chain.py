@@ -212,7 +212,7 @@ def test_smollm2_is_lossless(smollm2_target):
     drafter = build_drafter(toys.FAMILIES["hybrid-1"], real.geometry, 512)
     drafter.reset(0)
     drafter.set_vocab(torch.arange(512))
-    drafter.bind(real.model.get_input_embeddings().weight)
+    drafter.bind(real.model.get_input_embeddings().weight, real.model.get_output_embeddings().weight)
     for number, text in enumerate(("Name three fruits.", "What is 2 + 2?")):
         message = real.tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
         p = real.tokenizer(message, add_special_tokens=False).input_ids

@@ -8,9 +8,10 @@ import torch
 from kvshot_ds.config import KVOnlyConfig
 from kvshot_ds.drafters.attention import KV, Span
 from kvshot_ds.drafters.build import build_drafter
+from kvshot_ds.drafters.initial import _copy_hidden_to_kv
 from kvshot_ds.drafters.kv import KVOnlyDrafter
 from kvshot_ds.drafters.layers import rotate, unrotate
-from kvshot_ds.drafters.state import DraftState, Rows
+from kvshot_ds.drafters.state import Memory, Rows, Start
 from kvshot_ds.target import Target
 from tests import toys
 from tests.decoding.models import FAMILIES, hf_target, prompt
@@ -54,13 +55,22 @@ def drafter_from(target: Target, **kv) -> KVOnlyDrafter:
     return drafter
 
 
+def start_of(truth: Truth) -> Start:
+    """The target's states up to the anchor. hidden: what enters layer L, as the output of the layer before."""
+    rows, at = Rows(torch.arange(T + 1), ()), torch.arange(T + 1)
+    return Start(at, {L - 1: truth.entering[: T + 1]}, truth.keys, truth.values, rows, rows, at)
+
+
 @torch.no_grad()
 def steps(drafter: KVOnlyDrafter, truth: Truth) -> torch.Tensor:
     """The layer's output at positions T+1 .. T+STEPS, fed with the target's own states there: [STEPS, d]."""
-    state, rows = DraftState.empty(1), Rows(torch.tensor([T]), (Span(0, 1, 0, T),))
-    layer, memory = drafter.layers[0], state.cross[0]
-    memory.extend(layer.projector(truth.keys, truth.values, drafter.rotary(torch.arange(T + 1))))
-    out = [layer(truth.entering[T + 1 + k][None], None, state.own[0], memory, rows, drafter.rotations(rows, k)) for k in range(STEPS)]
+    rows, layer = Rows(torch.tensor([T]), (Span(0, 1, 0, T),)), drafter.layers[0]
+    memory = Memory(layer.projector(start_of(truth), drafter.rotary(torch.arange(T + 1))))
+    out = []
+    for k in range(STEPS):
+        step = layer(truth.entering[T + 1 + k][None], None, Memory(), memory, rows, drafter.rotations(rows, k))
+        memory = step.cross
+        out.append(step.h)
     return torch.cat(out)
 
 
@@ -91,6 +101,27 @@ def test_linear_rope_passing_the_middle_layer_is_per_layer(family, rope):
     torch.testing.assert_close(got, truth.leaving[T + 1 : T + 1 + STEPS], rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_to_kv_with_the_targets_own_projections_is_per_layer(family):
+    """The control's memory, started from the target, is the target's cache: the right norm, projection, bias, k-norm and position."""
+    target = hf_target(family)
+    truth = Truth(target)
+    drafter = drafter_from(target, injection="hidden_to_kv", layers=(L - 1,))
+    assert drafter.required_features().hidden_layers == (L - 1,) and not drafter.required_features().kv_layers
+
+    class Parts:
+        @staticmethod
+        def layer(i):
+            return target.layers[i].state_dict()
+
+    with torch.no_grad():
+        _copy_hidden_to_kv(drafter.layers[0].projector, Parts, last=6)
+    memory = drafter.layers[0].projector(start_of(truth), drafter.rotary(torch.arange(T + 1)))
+    torch.testing.assert_close(memory.k, truth.keys[L], rtol=0, atol=1e-5)
+    torch.testing.assert_close(memory.v, truth.values[L], rtol=0, atol=1e-5)
+    torch.testing.assert_close(steps(drafter, truth), truth.leaving[T + 1 : T + 1 + STEPS], rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("rope", ROPES)
 def test_unrotate_is_the_exact_inverse(rope):
     target = hf_target("Llama", rope_parameters=ROPES[rope])
@@ -103,4 +134,4 @@ def test_unrotate_is_the_exact_inverse(rope):
     truth = Truth(target)
     raw = target.layers[L].self_attn.k_proj(target.layers[L].input_layernorm(truth.entering[: T + 1])).view(T + 1, 2, 8)
     torch.testing.assert_close(unrotate(truth.keys[L], drafter.rotary(torch.arange(T + 1))), raw, rtol=0, atol=1e-5)
-    assert isinstance(drafter.layers[0].projector(truth.keys, truth.values, r), KV)
+    assert isinstance(drafter.layers[0].projector(start_of(truth), r), KV)

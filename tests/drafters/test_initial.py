@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from kvshot_ds.config import GateConfig, HiddenOnlyConfig, HybridConfig, InitConfig, KVOnlyConfig
+from kvshot_ds.config import DFlashConfig, GateConfig, HiddenOnlyConfig, HybridBlockConfig, HybridConfig, InitConfig, KVBlockConfig, KVOnlyConfig
 from kvshot_ds.drafters.build import build_drafter
 from kvshot_ds.drafters.initial import choose_vocab, initialise
-from kvshot_ds.drafters.state import DraftState
+from kvshot_ds.drafters.state import Rows, Start
 from kvshot_ds.objectives.alignment import plan_rows, training_start
 from kvshot_ds.target import load_geometry, load_parts
 from tests import toys
@@ -23,6 +23,12 @@ def made(tiny_target, parts, config, **init):
     drafter.set_vocab(torch.arange(50) * 3)
     initialise(drafter, InitConfig(**init), parts, seed=1)
     return drafter
+
+
+def start_of(**states) -> Start:
+    """Target states at five positions, and nothing else."""
+    rows = Rows(torch.arange(5), ())
+    return Start(**{"tokens": torch.arange(5), "hidden": {}, "keys": {}, "values": {}, "all": rows, "rows": rows, "select": torch.arange(5)} | states)
 
 
 def test_vocabulary_is_the_most_frequent_tokens_ascending_ties_to_the_smaller_id():
@@ -63,9 +69,33 @@ def test_cross_attention_comes_from_the_layer_whose_kv_it_reads(tiny_target, par
         assert torch.equal(layer.cross_attn.q_proj.weight, parts.layer(source)["self_attn.q_proj.weight"])
         if start != "random":
             keys, values = ({i: torch.randn(5, d.g.kv_heads, d.g.head_dim) for i in (2, 3, 4)} for _ in range(2))
-            memory = layer.projector(keys, values, d.rotary(torch.arange(5)))
+            memory = layer.projector(start_of(keys=keys, values=values), d.rotary(torch.arange(5)))
             torch.testing.assert_close(memory.k, keys[source], rtol=0, atol=1e-5)
             assert torch.equal(memory.v, values[source])
+
+
+def test_head_concat_starts_as_the_average_of_the_layers_whose_heads_it_reads(tiny_target, parts):
+    d = made(tiny_target, parts, KVOnlyConfig(depth=1, kv={"layers": (2, 4), "injection": "head_concat"}), layers="target")
+    path, sources = d.layers[0].cross_attn, [parts.layer(i) for i in (2, 4)]
+    for name in ("q_proj", "k_proj", "v_proj"):
+        for half, source in zip(getattr(path, name).weight.chunk(2), sources, strict=True):
+            assert torch.equal(half, source[f"self_attn.{name}.weight"])
+    for half, source in zip(path.o_proj.weight.chunk(2, 1), sources, strict=True):
+        assert torch.equal(half, source["self_attn.o_proj.weight"] / 2)
+
+
+@pytest.mark.parametrize("config", [DFlashConfig(depth=2, block_size=4), HybridBlockConfig(depth=2, block_size=4), KVBlockConfig(depth=2, block_size=4)])
+def test_block_drafters_from_the_target(tiny_target, parts, config):
+    d = made(tiny_target, parts, config, layers="target")
+    assert d.lm_head is None and torch.equal(d.norm.weight, parts.norm_weight)
+    for i, layer in enumerate(d.layers):
+        source = parts.layer(4 + i)
+        assert torch.equal(layer.mlp.up_proj.weight, source["mlp.up_proj.weight"])
+        if layer.self_attn is not None:
+            assert torch.equal(layer.self_attn.k_proj.weight, source["self_attn.k_proj.weight"])
+    d.bind(parts.embedding, parts.head)
+    assert torch.equal(d.head_weight, parts.head[d.draft_ids])
+    assert not any(name.startswith("lm_head") for name, _ in d.named_parameters())
 
 
 @pytest.mark.parametrize("init", ["zero_delta", "bias:-40"])
@@ -82,9 +112,7 @@ def test_a_hybrid_that_starts_closed_equals_its_hidden_only_twin(init):
     plan = plan_rows(batch, 3)
 
     def unroll(d):
-        state = DraftState.empty(1)
-        out = [d.begin(state, training_start(batch, plan))]
-        return torch.stack([*out, *(d.forward_step(state, plan.tokens[k], k) for k in (1, 2))])
+        return d.unroll(training_start(batch, plan), plan.tokens).h
 
     if init == "zero_delta":
         assert torch.equal(unroll(hybrid), unroll(twin))
@@ -100,5 +128,4 @@ def test_gate_starts(tiny_target, parts):
     assert (mix("zero_delta").delta_proj.weight == 0).all()
     assert torch.equal(mix("identity_delta").delta_proj.weight, torch.eye(64))
     random = mix("random")
-    random(torch.randn(50, 64), torch.randn(50, 64))
-    assert 0.45 < random.last_gate.mean() < 0.55
+    assert 0.45 < random(torch.randn(50, 64), torch.randn(50, 64))[1].mean() < 0.55

@@ -11,7 +11,7 @@ from kvshot_ds.features.shard import ShardWriter
 from kvshot_ds.features.spec import DTYPES, FeatureSpec, teacher_rows
 from kvshot_ds.geometry import Geometry
 
-SPEC = FeatureSpec((1, 3), (2,), "last_hidden", "bf16")
+SPEC = FeatureSpec((1, 3), (2,), "last_hidden", "bf16", (2, 4))
 GEOMETRY = Geometry(
     family="qwen3", num_layers=6, hidden_size=8, heads=4, kv_heads=2, head_dim=4, intermediate_size=16, vocab_size=50, norm_eps=1e-6,
     qk_norm=True, qkv_bias=False, o_bias=False, mlp_bias=False, hidden_act="silu", max_positions=64, rope={"rope_type": "default", "rope_theta": 1e4},
@@ -27,6 +27,7 @@ def make_sample(seed: int, spec: FeatureSpec = SPEC) -> dict[str, torch.Tensor]:
     found = {"tokens": torch.randint(50, (n,), generator=r, dtype=torch.int32), "turn": turn}
     found |= {f"hidden.{layer}": torch.randn(n, 8, generator=r).to(dtype) for layer in spec.hidden_layers}
     found |= {f"{kind}.{layer}": torch.randn(n, 2, 4, generator=r).to(dtype) for layer in spec.kv_layers for kind in ("key", "value")}
+    found |= {f"query.{layer}": torch.randn(rows, 4, 4, generator=r).to(dtype) for layer in spec.query_layers}
     teacher = {"teacher.hidden": torch.randn(rows, 8, generator=r).to(dtype), "teacher.argmax": found["tokens"][:rows].clone()}
     return found | teacher | {"teacher.lse": torch.randn(rows, generator=r)}
 

@@ -20,6 +20,7 @@ def sample(turn: list[int], start: int) -> dict[str, torch.Tensor]:
         "hidden.3": count[:, None].expand(n, 4).bfloat16(),
         "key.1": count[:, None, None].expand(n, 2, 3).bfloat16(),
         "value.1": -count[:, None, None].expand(n, 2, 3).bfloat16(),
+        "query.5": -teacher[:, None, None].expand(rows, 6, 3).bfloat16(),
         "teacher.hidden": teacher[:, None].expand(rows, 4).bfloat16(),
         "teacher.argmax": teacher.int(),
         "teacher.lse": teacher,
@@ -34,6 +35,8 @@ def test_conversations_lie_end_to_end() -> None:
     for name, joined in (("hidden.3", batch.hidden[3]), ("key.1", batch.keys_of[1]), ("value.1", batch.values_of[1])):
         for (_, tensors), part in zip(samples, joined.split(batch.lengths), strict=True):
             assert torch.equal(part, tensors[name])
+    assert list(batch.queries_of) == [5] and batch.queries_of[5].shape == (3, 6, 3)
+    assert torch.equal(batch.queries_of[5], torch.cat([tensors["query.5"] for _, tensors in samples]))
 
 
 def test_teacher_index_points_at_the_row_of_the_position() -> None:
@@ -47,6 +50,7 @@ def test_teacher_index_points_at_the_row_of_the_position() -> None:
             assert (index >= 0) == (position in rows)
             if index >= 0:
                 assert batch.teacher_lse[index] == tensors["teacher.lse"][rows.index(position)]
+                assert torch.equal(batch.queries_of[5][index], tensors["query.5"][rows.index(position)])
         at += len(tensors["tokens"])
     assert int((batch.teacher_index >= 0).sum()) == len(batch.teacher_lse) == 3
 
@@ -54,6 +58,7 @@ def test_teacher_index_points_at_the_row_of_the_position() -> None:
 def test_to_casts_features_and_leaves_ids_and_lse() -> None:
     batch = collate([("c", sample(TURNS[0], 0))]).to("cpu", torch.float64)
     assert batch.hidden[3].dtype == batch.keys_of[1].dtype == batch.values_of[1].dtype == batch.teacher_hidden.dtype == torch.float64
+    assert batch.queries_of[5].dtype == torch.float64 and batch.queries_of[5].shape == (2, 6, 3)
     assert batch.tokens.dtype == torch.int64 and batch.teacher_lse.dtype == torch.float32
 
 
@@ -61,3 +66,5 @@ def test_without_a_teacher_its_tensors_are_empty() -> None:
     bare = {k: v for k, v in sample(TURNS[0], 0).items() if not k.startswith("teacher")}
     batch = collate([("c", bare)])
     assert len(batch.teacher_hidden) == len(batch.teacher_argmax) == len(batch.teacher_lse) == 0
+    assert len(batch.queries_of[5]) == 2, "queries need no teacher"
+    assert collate([("c", {k: v for k, v in bare.items() if not k.startswith("query")})]).queries_of == {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,9 +42,6 @@ def test_bad_manifests_are_refused_by_name(tmp_path: Path) -> None:
         edit(tmp_path, splits={"train": {**dataclasses.asdict(made.splits["train"]), "shards": [bad]}})
         with pytest.raises(ConfigError, match="refused"):
             Manifest.load(tmp_path)
-    edit(tmp_path, splits=[])
-    with pytest.raises(ConfigError, match="not a manifest"):
-        Manifest.load(tmp_path)
     edit(tmp_path, format="kvshot-features/2")
     with pytest.raises(ConfigError, match="format 'kvshot-features/2', this version reads 'kvshot-features/1'"):
         Manifest.load(tmp_path)
@@ -53,22 +51,105 @@ def test_bad_manifests_are_refused_by_name(tmp_path: Path) -> None:
             Manifest.load(tmp_path)
 
 
+MANIFEST_FAULTS = {
+    "splits": (lambda m: m | {"splits": []}, r"splits: .*found \[\]"),
+    "split": (lambda m: m["splits"].update(train=3), r"splits\.train: .*found 3"),
+    "other split": (lambda m: m["splits"].update(test=m["splits"]["train"]), r"splits\.test"),
+    "shards": (lambda m: m["splits"]["train"].update(shards="train-000000.tar"), r"splits\.train\.shards: .*found 'train-000000.tar'"),
+    "shard": (lambda m: m["splits"]["train"].update(shards=[7]), r"splits\.train\.shards\[0\]: .*string, found 7"),
+    "samples": (lambda m: m["splits"]["train"].update(samples="5"), r"splits\.train\.samples: .*integer, found '5'"),
+    "geometry": (lambda m: m | {"geometry": None}, r"geometry: .*found None"),
+    "head_dim": (lambda m: m["geometry"].update(head_dim=4.5), r"geometry\.head_dim: .*integer.*found 4\.5"),
+    "kv_heads": (lambda m: m["geometry"].pop("kv_heads"), r"geometry\.kv_heads: .*required"),
+    "rope": (lambda m: m["geometry"].update(rope=[]), r"geometry\.rope: .*found \[\]"),
+    "spec": (lambda m: m | {"spec": "all"}, r"spec: .*found 'all'"),
+    "hidden_layers": (lambda m: m["spec"].update(hidden_layers=[1, "3"]), r"spec\.hidden_layers\[1\]: .*integer, found '3'"),
+    "query_layers": (lambda m: m["spec"].update(query_layers=2), r"spec\.query_layers: .*found 2"),
+    "dtype": (lambda m: m["spec"].update(dtype="fp8"), r"spec\.dtype: .*'fp32' or 'bf16', found 'fp8'"),
+    "teacher": (lambda m: m["spec"].update(teacher=True), r"spec\.teacher: .*found True"),
+    "digest": (lambda m: m | {"target_digest": 5}, r"target_digest: .*string, found 5"),
+    "seconds": (lambda m: m | {"seconds": "1"}, r"seconds: .*number, found '1'"),
+    "versions": (lambda m: m["versions"].update(python=3), r"versions\.python: .*string, found 3"),
+    "unknown": (lambda m: m | {"more": 1}, r"more: .*found 1"),
+}
+
+
+@pytest.mark.parametrize("change, text", MANIFEST_FAULTS.values(), ids=MANIFEST_FAULTS)
+def test_a_manifest_of_wrong_types_is_one_line_that_names_the_field(tmp_path: Path, change: Callable[[dict], object], text: str) -> None:
+    make_shards(tmp_path)
+    path = Manifest.path(tmp_path)
+    value = json.loads(path.read_text())
+    changed = change(value)
+    path.write_text(json.dumps(changed if isinstance(changed, dict) and "format" in changed else value))
+    with pytest.raises(ConfigError, match=rf"^{path}: not a manifest of feature shards \({text}") as caught:
+        Manifest.load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+INDEX_FAULTS = {
+    "samples": ({"samples": {}}, r"samples: .*found \{\}"),
+    "sample": ({"samples": [None]}, r"samples\[0\]: .*found None"),
+    "rejected": ({"rejected": [{"file": "f", "line": "1", "reason": "", "record": ""}]}, r"rejected\[0\]\.line: .*integer, found '1'"),
+    "bytes": ({"bytes": "9"}, r"bytes: .*integer, found '9'"),
+    "bytes, bool": ({"bytes": True}, r"bytes: .*integer, found True"),
+    "sha256": ({"sha256": None}, r"sha256: .*string, found None"),
+    "shard": ({"shard": 3}, r"shard: .*string, found 3"),
+}
+
+
+@pytest.mark.parametrize("change, text", INDEX_FAULTS.values(), ids=INDEX_FAULTS)
+def test_an_index_of_wrong_types_is_one_line_that_names_the_field(tmp_path: Path, change: dict, text: str) -> None:
+    make_shards(tmp_path)
+    path = ShardIndex.path(tmp_path, "train-000000.tar")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(KvshotError, match=rf"^{path}: not the index of a shard \({text}.*run kvshot capture again"):
+        ShardIndex.load(tmp_path, "train-000000.tar")
+
+
+@pytest.mark.parametrize(
+    "change", [{"offset": -1}, {"offset": 10**30}, {"size": -5}, {"size": 0}, {"size": 10**6}, {"tokens": 10**18}, {"rows": -1}, {"rows": 99}], ids=str
+)
+def test_a_sample_outside_its_tar_is_named(tmp_path: Path, change: dict) -> None:
+    make_shards(tmp_path)
+    path = ShardIndex.path(tmp_path, "train-000000.tar")
+    value = json.loads(path.read_text())
+    value["samples"][1] |= change
+    path.write_text(json.dumps(value))
+    with pytest.raises(KvshotError, match=rf"^{path}: samples\[1\]: .*c-0001.* does not lie within a tar of {value['bytes']} bytes"):
+        ShardIndex.load(tmp_path, "train-000000.tar")
+
+
+def test_a_manifest_from_before_queries_loads(tmp_path: Path) -> None:
+    made = make_shards(tmp_path)
+    spec = dataclasses.asdict(made.spec)
+    del spec["query_layers"]
+    edit(tmp_path, spec=spec)
+    assert Manifest.load(tmp_path) == dataclasses.replace(made, spec=dataclasses.replace(made.spec, query_layers=()))
+
+
 def test_require_names_keys_and_the_capture_that_adds_them(tmp_path: Path) -> None:
     manifest = make_shards(tmp_path)
     require(manifest, SPEC, "d" * 64)
     require(manifest, dataclasses.replace(SPEC, hidden_layers=(), dtype="fp32"), "d" * 64)
     with pytest.raises(ConfigError) as caught:
-        require(manifest, FeatureSpec((0, 1), (2, 5), "last_hidden", "bf16"), "d" * 64)
+        require(manifest, FeatureSpec((0, 1), (2, 5), "last_hidden", "bf16", (3,)), "d" * 64)
     text = str(caught.value)
-    assert "lack hidden.0, key.5, value.5" in text
-    assert "'capture.features.hidden_layers=[0, 1, 3]' 'capture.features.kv_layers=[2, 5]' capture.features.teacher=last_hidden" in text
+    assert "lack hidden.0, key.5, value.5, query.3" in text
+    options = ("hidden_layers=[0, 1, 3]", "kv_layers=[2, 5]", "query_layers=[2, 3, 4]")
+    assert " ".join(f"'capture.features.{option}'" for option in options) + " capture.features.teacher=last_hidden" in text
+    bare = dataclasses.replace(manifest, spec=dataclasses.replace(SPEC, query_layers=()))
+    with pytest.raises(ConfigError, match=r"lack hidden\.0, which") as caught:
+        require(bare, FeatureSpec((0,), (), "none", "bf16"), "d" * 64)
+    assert "query_layers" not in str(caught.value)
 
 
-def test_the_command_that_require_prints_is_one_that_works(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "needed", [FeatureSpec((0,), (2,), "last_hidden", "bf16"), FeatureSpec((0,), (), "none", "bf16"), FeatureSpec((), (2,), "none", "fp32", (3, 4))], ids=str
+)
+def test_the_command_that_require_prints_is_one_that_works(tmp_path: Path, needed: FeatureSpec) -> None:
     from kvshot_ds.config import load_recipe
 
     manifest = dataclasses.replace(make_shards(tmp_path), spec=FeatureSpec((1,), (), "none", "bf16"))
-    needed = FeatureSpec((0,), (2,), "last_hidden", "bf16")
     with pytest.raises(ConfigError) as caught:
         require(manifest, needed, "d" * 64)
     recipe = tmp_path / "r.yaml"

@@ -132,7 +132,7 @@ def test_a_changed_byte_fails_the_checksum(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("name", ["hidden.1", "value.2", "teacher.lse"])
+@pytest.mark.parametrize("name", ["hidden.1", "value.2", "query.4", "teacher.lse"])
 def test_values_that_are_not_finite_name_shard_key_and_tensor(tmp_path: Path, name: str, bad: float) -> None:
     tensors = make_sample(0)
     tensors[name].view(-1)[-1] = bad
@@ -159,6 +159,7 @@ HEADERS = {
     "text": b"\x10" + b"\0" * 7 + b"not json at all!",
     "list": b"\x02" + b"\0" * 7 + b"[]",
     "entry": b"\x0d" + b"\0" * 7 + b'{"tokens": 1}',
+    "deep": (1000).to_bytes(8, "little") + b"[" * 1000,
 }
 
 
@@ -166,8 +167,34 @@ HEADERS = {
 def test_a_header_that_is_none_is_named(folder: Path, data: bytes) -> None:
     shards = ShardSet.open(folder, "train")
     change(folder / "train-000000.tar", shards.samples[0].offset, data)
-    with pytest.raises(KvshotError, match=r"sample 'c-0000': "):
+    assert len(data) < shards.samples[0].size
+    with pytest.raises(KvshotError, match=r"sample 'c-0000': (its bytes are no|tensor tokens has no)"):
         shards.read(0)
+
+
+@pytest.mark.parametrize("entry", [{"data_offsets": ["a", "b"]}, {"data_offsets": [0.0, 20.0]}, {"data_offsets": 3}, {"dtype": []}, {"shape": 5}], ids=str)
+def test_entries_of_wrong_types_are_named(folder: Path, entry: dict) -> None:
+    with pytest.raises(KvshotError, match=r"train-000000\.tar: sample 'c-0000': tensor tokens has no readable entry"):
+        with_entry(folder, entry).read(0, ("tokens",))
+
+
+@pytest.mark.parametrize("begin", [-40, 10**4, 10**30])
+def test_tensors_outside_their_sample_are_named(folder: Path, begin: int) -> None:
+    with pytest.raises(KvshotError, match=rf"sample 'c-0000': tensor tokens is I32 \[5\] at bytes {begin} to {begin + 20}, expected torch.int32 \[5\]"):
+        with_entry(folder, {"data_offsets": [begin, begin + 20]}).read(0, ("tokens",))
+
+
+def with_entry(folder: Path, entry: dict) -> ShardSet:
+    """The train split with the header entry of the first sample's tokens changed; other entries make room for it."""
+    shards = ShardSet.open(folder, "train")
+    path, start = folder / "train-000000.tar", shards.samples[0].offset
+    with open(path, "rb") as file:
+        file.seek(start)
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    text = json.dumps({"tokens": {**header["tokens"], **entry}}).encode()
+    change(path, start + 8, text.ljust(length))
+    return shards
 
 
 def test_index_and_manifest_must_agree(folder: Path) -> None:

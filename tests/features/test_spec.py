@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from kvshot_ds.config import FeatureConfig
 from kvshot_ds.errors import ConfigError
-from kvshot_ds.features.spec import FeatureSpec, eagle3_hidden_layers, eagle3_kv_layers, teacher_rows
+from kvshot_ds.features.spec import FeatureSpec, eagle3_hidden_layers, eagle3_kv_layers, resolve_hidden, resolve_kv, teacher_rows
 
 
 def test_eagle3_layers_of_published_depths() -> None:
@@ -17,19 +19,57 @@ def test_eagle3_layers_of_published_depths() -> None:
     assert all(kv == hidden + 1 for hidden, kv in zip(eagle3_hidden_layers(30), eagle3_kv_layers(30), strict=True))
 
 
+def test_dflash_layers_of_published_depths() -> None:
+    # arXiv 2602.06036: a draft of 5 layers on a target of 36 fuses outputs 1, 9, 17, 25, 33
+    assert resolve_hidden("dflash", 36, "o", 5) == (1, 9, 17, 25, 33)
+    assert resolve_hidden("dflash", 36, "o", 1) == (18,) and resolve_hidden("dflash", 2, "o", 1) == (1,)
+    for num_layers in range(5, 90):
+        for depth in range(2, min(8, num_layers - 3) + 1):
+            layers = resolve_hidden("dflash", num_layers, "o", depth)
+            even = np.linspace(1, num_layers - 3, depth)
+            assert len(set(layers)) == depth and layers == tuple(sorted(layers)) and (layers[0], layers[-1]) == (1, num_layers - 3)
+            assert np.abs(np.array(layers) - even).max() <= 0.5
+
+
+@pytest.mark.parametrize("num_layers, depth", [(6, 4), (4, 2), (3, 2), (7, 5)])
+def test_dflash_on_a_shallow_target_names_the_option(num_layers: int, depth: int) -> None:
+    with pytest.raises(ConfigError, match=rf"train\.drafter\.hidden_layers=dflash.* target of {num_layers} has fewer than {depth} from 1 to {num_layers - 3}"):
+        resolve_hidden("dflash", num_layers, "train.drafter.hidden_layers", depth)
+
+
+def test_names_of_layers() -> None:
+    assert resolve_hidden("last", 7, "o") == (6,) and resolve_hidden("all", 3, "o") == resolve_kv("all", 3, "o") == (0, 1, 2)
+    assert resolve_hidden("none", 7, "o") == resolve_kv("none", 7, "o") == ()
+    assert resolve_hidden("eagle3", 36, "o") == (1, 17, 32) and resolve_kv("eagle3", 36, "o") == (2, 18, 33)
+    assert resolve_hidden((4, 0), 5, "o") == resolve_kv([4, 0], 5, "o") == (4, 0), "the order of a list is its meaning"
+    assert resolve_hidden("eagle3", 6, "o") == (1, 2, 2) and resolve_kv("eagle3", 6, "o") == (2, 3, 3), "on a shallow target a layer is read twice"
+
+
+@pytest.mark.parametrize("resolve", [resolve_hidden, resolve_kv])
+def test_layers_that_do_not_exist_name_option_and_range(resolve: Callable[..., object]) -> None:
+    for layers, num_layers, bad in (((0, 6, 7), 6, r"\[6, 7\]"), ((-1, 2), 6, r"\[-1\]"), ("eagle3", 2, r"\[")):
+        with pytest.raises(
+            ConfigError, match=rf"^some\.option=.*: layer\(s\) {bad}.* do not exist in a target of {num_layers} layers \(0 to {num_layers - 1}\)"
+        ):
+            resolve(layers, num_layers, "some.option")
+
+
 def test_keys_stand_in_the_order_of_the_table() -> None:
-    spec = FeatureSpec((1, 4), (2,), "last_hidden", "bf16")
-    assert spec.keys() == ("hidden.1", "hidden.4", "key.2", "value.2", "teacher.hidden", "teacher.argmax", "teacher.lse")
+    spec = FeatureSpec((1, 4), (2,), "last_hidden", "bf16", (0, 2))
+    keys = ("hidden.1", "hidden.4", "key.2", "value.2", "query.0", "query.2", "teacher.hidden", "teacher.argmax", "teacher.lse")
+    assert spec.keys() == keys
     assert FeatureSpec((), (), "none", "bf16").keys() == ()
 
 
 def test_resolve_sorts() -> None:
-    spec = FeatureSpec.resolve(FeatureConfig(hidden_layers=(4, 1), kv_layers="none", teacher="none", dtype="fp32"), 6)
-    assert spec == FeatureSpec((1, 4), (), "none", "fp32")
+    spec = FeatureSpec.resolve(FeatureConfig(hidden_layers=(4, 1), kv_layers="none", query_layers=(5, 0), teacher="none", dtype="fp32"), 6)
+    assert spec == FeatureSpec((1, 4), (), "none", "fp32", (0, 5))
     assert FeatureSpec.resolve(FeatureConfig(), 6) == FeatureSpec((1, 2), (2, 3), "last_hidden", "bf16")
+    named = FeatureConfig(hidden_layers="last", kv_layers="all", query_layers="eagle3")
+    assert FeatureSpec.resolve(named, 6) == FeatureSpec((5,), tuple(range(6)), "last_hidden", "bf16", (2, 3))
 
 
-@pytest.mark.parametrize("option", ["hidden_layers", "kv_layers"])
+@pytest.mark.parametrize("option", ["hidden_layers", "kv_layers", "query_layers"])
 def test_layers_out_of_range_name_the_option(option: str) -> None:
     with pytest.raises(ConfigError, match=rf"capture\.features\.{option}.*\[6\] do not exist in a target of 6 layers"):
         FeatureSpec.resolve(FeatureConfig(**{option: (0, 6)}), 6)
@@ -38,7 +78,7 @@ def test_layers_out_of_range_name_the_option(option: str) -> None:
 def test_missing_ignores_dtype_and_names_keys() -> None:
     has = FeatureSpec((1,), (2,), "none", "bf16")
     assert has.missing(FeatureSpec((1,), (2,), "none", "fp32")) == ()
-    assert has.missing(FeatureSpec((1, 3), (), "last_hidden", "bf16")) == ("hidden.3", "teacher.hidden", "teacher.argmax", "teacher.lse")
+    assert has.missing(FeatureSpec((1, 3), (), "last_hidden", "bf16", (2,))) == ("hidden.3", "query.2", "teacher.hidden", "teacher.argmax", "teacher.lse")
 
 
 def test_teacher_rows_against_the_definition() -> None:

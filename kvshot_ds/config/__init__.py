@@ -1,0 +1,72 @@
+"""Every option of every command, typed, once. Defaults stand here and nowhere else.
+
+A recipe is one YAML file holding a `Recipe`; `extends: other.yaml` (relative to the file) inherits from another.
+Precedence: command-line override (`train.optim.lr=1e-3`) > file > default. Each command reads the whole recipe
+and uses its own section; paths left empty follow from `work` and `name`. Relative paths are relative to the current
+directory, except that of `extends`.
+"""
+
+from kvshot_ds.config.base import Dtype, Layers, Section
+from kvshot_ds.config.drafters import (
+    AnyDrafterConfig,
+    BlockConfig,
+    DFlashConfig,
+    DrafterConfig,
+    GateConfig,
+    HiddenOnlyConfig,
+    HybridBlockConfig,
+    HybridConfig,
+    KVBlockConfig,
+    KVOnlyConfig,
+    KVSourceConfig,
+)
+from kvshot_ds.config.recipe import Recipe, dump_recipe, load_recipe, merge, parse_override
+from kvshot_ds.config.stages import (
+    CaptureConfig,
+    DecodeConfig,
+    EvalConfig,
+    FeatureConfig,
+    PrepConfig,
+    RegenerateConfig,
+    ReportConfig,
+    SourceConfig,
+    SynthesisConfig,
+    TargetConfig,
+)
+from kvshot_ds.config.training import InitConfig, ObjectiveConfig, OptimConfig, TrainConfig
+
+__all__ = [
+    "AnyDrafterConfig",
+    "BlockConfig",
+    "CaptureConfig",
+    "DFlashConfig",
+    "DecodeConfig",
+    "DrafterConfig",
+    "Dtype",
+    "EvalConfig",
+    "FeatureConfig",
+    "GateConfig",
+    "HiddenOnlyConfig",
+    "HybridBlockConfig",
+    "HybridConfig",
+    "InitConfig",
+    "KVBlockConfig",
+    "KVOnlyConfig",
+    "KVSourceConfig",
+    "Layers",
+    "ObjectiveConfig",
+    "OptimConfig",
+    "PrepConfig",
+    "Recipe",
+    "RegenerateConfig",
+    "ReportConfig",
+    "Section",
+    "SourceConfig",
+    "SynthesisConfig",
+    "TargetConfig",
+    "TrainConfig",
+    "dump_recipe",
+    "load_recipe",
+    "merge",
+    "parse_override",
+]

@@ -1,0 +1,103 @@
+"""Block-wise drafters: one forward proposes B - 1 tokens. DFlash (arXiv 2602.06036), and its counterparts on the target's KV."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from kvshot_ds.config import BlockConfig, KVBlockConfig, KVSourceConfig
+from kvshot_ds.drafters.base import Drafter, Unrolled
+from kvshot_ds.drafters.fusion import fuse
+from kvshot_ds.drafters.layer import DraftLayer
+from kvshot_ds.drafters.layers import RMSNorm
+from kvshot_ds.drafters.projector import KVSource
+from kvshot_ds.drafters.state import PLAIN, DraftState, Extras, Start
+from kvshot_ds.errors import ConfigError
+from kvshot_ds.features.spec import FeatureSpec, resolve_hidden
+from kvshot_ds.geometry import Geometry
+
+
+class BlockDrafter(Drafter):
+    """The block of a row anchored at t stands at positions t + 1 … t + B: the clean token x_{t+1}, then B - 1 mask tokens.
+
+    Slot s sees the target's states at positions <= t and every slot of its block, and proposes the token at t + 1 + s;
+    slot 0 proposes nothing, slot k + 1 is draft step k. dflash: keys and values of the context come from
+    c = RMSNorm(W_fc [h of N layers]) through each layer's own projections. kv_block: they are the target's cache, as the
+    projector hands it on. hybrid_block: both, joined by a gate. Embedding and head are the target's, frozen.
+    """
+
+    def __init__(self, g: Geometry, config: BlockConfig, draft_vocab_size: int):
+        super().__init__(g, config.depth, draft_vocab_size, own_head=False)
+        self.family, self.block_size, self.mask_token_id = config.family, config.block_size, config.mask_token_id
+        if config.mask_token_id is not None and config.mask_token_id >= g.vocab_size:
+            raise ConfigError(f"train.drafter.mask_token_id={config.mask_token_id} is no token of a target with {g.vocab_size}; use null for a trained one")
+        self.mask_embedding = nn.Parameter(torch.zeros(g.hidden_size)) if config.mask_token_id is None else None
+        self.hidden_layers: tuple[int, ...] = ()
+        if not isinstance(config, KVBlockConfig):
+            self.hidden_layers = resolve_hidden(config.hidden_layers, g.num_layers, "train.drafter.hidden_layers", config.depth)
+            self.fc = nn.Linear(len(self.hidden_layers) * g.hidden_size, g.hidden_size, bias=False)
+            self.hidden_norm = RMSNorm(g.hidden_size, g.norm_eps)
+        kv = getattr(config, "kv", None)
+        self.source = KVSource(g, kv or KVSourceConfig(injection="none"), config.depth)
+        self.layers = nn.ModuleList(
+            DraftLayer(
+                g,
+                self_path=bool(self.hidden_layers),
+                cross=kv is not None,
+                projector=self.source.projector(i),
+                qk_norm=kv is not None and kv.qk_norm,
+                gate=getattr(config, "gate", None),
+            )
+            for i in range(config.depth)
+        )
+
+    def required_features(self) -> FeatureSpec:
+        hidden = {*self.hidden_layers, *self.source.hidden_layers}
+        return FeatureSpec(tuple(sorted(hidden)), tuple(sorted(self.source.kv_layers)), "last_hidden", "bf16")
+
+    def slots(self, state: DraftState, start: Start) -> torch.Tensor:
+        """Takes in the target's states at the n positions of `start` and runs the block of each selected row: h [B, N, d]."""
+        self._take_in(state, start)
+        b, rows = self.block_size, start.rows
+        anchors = self.embed(start.tokens[start.select])
+        masks = self._mask(anchors.dtype).expand(len(anchors), b - 1, -1)
+        x = torch.cat((anchors.unsqueeze(1), masks), 1).flatten(0, 1)
+        at = self.rotary((rows.positions.unsqueeze(1) + torch.arange(1, b + 1, device=x.device)).flatten())
+        for i in range(self.depth):
+            x = self.run_layer(i, state, x, rows, (at, at), block=b)
+        return x.unflatten(0, (-1, b)).transpose(0, 1)
+
+    def _take_in(self, state: DraftState, start: Start) -> None:
+        state.anchor(start.rows)
+        at = self.rotary(start.all.positions)
+        context = self.hidden_norm(fuse(self.fc, None, start, self.hidden_layers)) if self.hidden_layers else None
+        for i, layer in enumerate(self.draft_layers):
+            if context is not None and layer.self_attn is not None:
+                state.own[i] = state.own[i].extended(layer.self_attn.key_value(context, at))
+            if layer.projector is not None:
+                state.cross[i] = state.cross[i].extended(layer.projector(start, at))
+
+    def _mask(self, dtype: torch.dtype) -> torch.Tensor:
+        """What stands at the masked slots [d]."""
+        return self._lent[0][self.mask_token_id].to(dtype) if self.mask_embedding is None else self.mask_embedding
+
+    def unroll(self, start: Start, tokens: torch.Tensor, extras: Extras = PLAIN) -> Unrolled:
+        """The tokens of steps k >= 1 are not read: a block knows its clean token only. K <= B - 1."""
+        steps = slice(1, len(tokens) + 1)
+        state = DraftState.empty(self.depth, extras)
+        h = self.slots(state, start)[steps]
+
+        def by_step(x: torch.Tensor) -> torch.Tensor:
+            return x.unflatten(0, (-1, self.block_size)).transpose(0, 1)[steps]
+
+        return Unrolled(h, None if state.kv_branch is None else by_step(state.kv_branch), tuple(by_step(q) for q in state.queries))
+
+    @torch.no_grad()
+    def draft(self, state: DraftState, start: Start, length: int) -> torch.Tensor:
+        return self.propose(self.slots(state, start)[1 : length + 1].squeeze(1))
+
+    def reset(self, seed: int) -> None:
+        super().reset(seed)
+        if self.mask_embedding is not None:
+            with torch.no_grad():
+                self.mask_embedding.normal_(0, 0.02, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,141 @@
+"""What is optimised: the drafter's steps at the planned rows, one pass of the head over all of them, and what is added to its loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from kvshot_ds.config import ObjectiveConfig
+from kvshot_ds.drafters.base import Drafter, Unrolled
+from kvshot_ds.drafters.state import Extras
+from kvshot_ds.features.batch import Batch
+from kvshot_ds.features.spec import FeatureSpec
+from kvshot_ds.objectives.alignment import RowPlan, training_start
+from kvshot_ds.objectives.losses import HeadOutput, Teacher, head_loss, token_confidence
+from kvshot_ds.objectives.weights import step_weights
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """Per-step sums over the rows of a batch, on the device [K] fp32. den: valid rows; joint: right at all steps <= k.
+
+    loss: of a row, before its weight; weighted: what the step adds to the objective, before it is normalised.
+    """
+
+    den: torch.Tensor
+    loss: torch.Tensor
+    top1: torch.Tensor
+    joint: torch.Tensor
+    prob: torch.Tensor
+    weighted: torch.Tensor
+
+
+class Output(NamedTuple):
+    """loss: scalar. correct, joint [K, N] bool and prob, row_loss, weighted [K, N]: at the valid (step, row) pairs, 0 elsewhere.
+
+    kv_branch, query: what the auxiliary losses add to `loss`, scalars (0 without them).
+    A tuple, because the hooks by which ZeRO-3 gathers parameters for the backward pass look for tensors in tuples only.
+    """
+
+    loss: torch.Tensor
+    correct: torch.Tensor
+    joint: torch.Tensor
+    prob: torch.Tensor
+    row_loss: torch.Tensor
+    weighted: torch.Tensor
+    kv_branch: torch.Tensor
+    query: torch.Tensor
+
+    def sums(self, plan: RowPlan) -> StepSums:
+        """Summed over rows, without a host synchronisation."""
+        rows = (plan.valid, self.row_loss, self.correct, self.joint, self.prob, self.weighted)
+        return StepSums(*(x.sum(1, dtype=torch.float32) for x in rows))
+
+
+class Objective(nn.Module):
+    """The objective as a module, so that one engine forward is one unroll. Owns the drafter; the target's parts are lent."""
+
+    def __init__(self, drafter: Drafter, config: ObjectiveConfig, target_head: torch.Tensor):
+        """target_head [V, d]: the target's LM head; its rows of the draft vocabulary define the teacher."""
+        super().__init__()
+        self.drafter, self.config = drafter, config
+        # Lent, not owned: neither a parameter nor saved with the drafter.
+        whole = len(drafter.d2t) == len(target_head)
+        own = drafter.lm_head is not None
+        self._teacher_head = [drafter.head_weight if not own else target_head if whole else target_head[drafter.draft_ids].contiguous()]
+
+    def required_features(self) -> FeatureSpec:
+        """What the drafter needs, and what the objective needs besides."""
+        return required_features(self.drafter, self.config)
+
+    def unroll(self, batch: Batch, plan: RowPlan) -> Unrolled:
+        """All steps at the planned rows. Offline, step k of row t is step 0 of row t + k: what the target gave it, not the drafter."""
+        start, extras = training_start(batch, plan), Extras(self.config.kv_branch_weight > 0, self.config.query_distill_weight > 0)
+        if plan.shifted is None:
+            return self.drafter.unroll(start, plan.tokens, extras)
+        first = self.drafter.unroll(start, plan.tokens[:1], extras)
+
+        def spread(x: torch.Tensor) -> torch.Tensor:
+            return x[0][plan.shifted]
+
+        return Unrolled(spread(first.h), None if first.kv_branch is None else spread(first.kv_branch), tuple(map(spread, first.queries)))
+
+    def forward(self, batch: Batch, plan: RowPlan, normaliser: torch.Tensor) -> Output:
+        """loss = sum over steps and rows of weight * loss / normaliser (scalar tensor: supervised rows over all ranks and micro-steps)."""
+        d, config = self.drafter, self.config
+        index = torch.where(d.t2d, d.t2d.cumsum(0) - 1, -1)  # target id -> draft id
+        teacher = Teacher(batch.teacher_hidden, self._teacher_head[0], batch.teacher_argmax, batch.teacher_lse, index[plan.labels])
+        judged = teacher.label >= 0 if config.loss == "hard_ce" else d.t2d[batch.teacher_argmax]
+        unrolled = self.unroll(batch, plan)
+        normed = self._at_picks(unrolled.h, plan)
+
+        def confidence() -> torch.Tensor:
+            return token_confidence(normed, d.head_weight, teacher, plan.teacher_of, plan.teacher_bounds, config.head_chunk)
+
+        def spread(values: torch.Tensor) -> torch.Tensor:
+            return values.new_zeros(plan.valid.numel()).index_put_((plan.picks,), values).view_as(plan.valid)
+
+        weight = step_weights(config, plan.steps_of, plan.picks, plan.valid, confidence) * judged[plan.teacher_of]
+        out = self._head(normed, teacher, plan, weight / normaliser)
+        zero = out.loss.new_zeros(())
+        branch = query = zero
+        if unrolled.kv_branch is not None:
+            branch = config.kv_branch_weight * self._head(self._at_picks(unrolled.kv_branch, plan), teacher, plan, weight / normaliser).loss
+        if unrolled.queries:
+            query = config.query_distill_weight * self._query_error(unrolled.queries, batch, plan, weight / normaliser)
+        correct = spread(out.correct)
+        joint = correct.cumprod(0).bool() & plan.valid
+        losses = out.row_loss * judged[plan.teacher_of]
+        return Output(
+            out.loss + branch + query, correct, joint, spread(out.prob), spread(losses), spread(out.row_loss * weight), branch.detach(), query.detach()
+        )
+
+    def _at_picks(self, h: torch.Tensor, plan: RowPlan) -> torch.Tensor:
+        """What the head reads at the valid (step, row) pairs: [K, N, d] -> [M, d]."""
+        return self.drafter.norm(h.flatten(0, 1)[plan.picks])
+
+    def _head(self, normed: torch.Tensor, teacher: Teacher, plan: RowPlan, weight: torch.Tensor) -> HeadOutput:
+        d, c = self.drafter, self.config
+        return head_loss(normed, d.head_weight, teacher, plan.teacher_of, plan.teacher_bounds, weight, d.draft_ids, c.head_chunk, c.loss, c.lk_eta)
+
+    def _query_error(self, queries: tuple[torch.Tensor, ...], batch: Batch, plan: RowPlan, weight: torch.Tensor) -> torch.Tensor:
+        """sum_m weight_m * mean over draft layers and heads of |q - q*|^2 / |q*|^2, q* the target's query at the very position and layer."""
+        total = weight.new_zeros(())
+        for mine, layer in zip(queries, self.drafter.draft_layers, strict=True):
+            assert layer.projector is not None
+            asked = torch.cat([batch.queries_of[i] for i in layer.projector.query_layers], 1)[plan.teacher_of].float()  # [M, A, D]
+            error = (mine.flatten(0, 1)[plan.picks].float() - asked).square().sum(-1) / asked.square().sum(-1).clamp_min(1e-12)
+            total = total + (error.mean(-1) * weight).sum()
+        return total / len(queries)
+
+
+def required_features(drafter: Drafter, config: ObjectiveConfig) -> FeatureSpec:
+    """What must have been captured to train `drafter` with the objective `config`."""
+    needs = drafter.required_features()
+    if not config.query_distill_weight:
+        return needs
+    layers = {i for layer in drafter.draft_layers if layer.projector is not None for i in layer.projector.query_layers}
+    return FeatureSpec(needs.hidden_layers, needs.kv_layers, needs.teacher, needs.dtype, tuple(sorted(layers)))
