@@ -87,12 +87,14 @@ class Geometry:
 
         kind = self.rope.get("rope_type", "default")
         if kind == "default":
-            return 1.0 / (self.rope["rope_theta"] ** (torch.arange(0, self.head_dim, 2).float() / self.head_dim)), 1.0
+            even = torch.arange(0, self.head_dim, 2, device="cpu").float()
+            return 1.0 / (self.rope["rope_theta"] ** (even / self.head_dim)), 1.0
         config = PreTrainedConfig(
             hidden_size=self.hidden_size, num_attention_heads=self.heads, head_dim=self.head_dim, max_position_embeddings=self.max_positions
         )
         config.rope_parameters = {"factor": None, **self.rope}  # yarn takes an absent factor from the lengths, but only if it is there as None
-        inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        with torch.device("cpu"):  # drafters are built on the meta device too
+            inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
         return inv_freq.float(), float(scaling)
 
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The whole way on a small target, on CPU: conversations, features, four drafters (one a control), acceptance, decoding, report.
-# Run:   recipes/demo.sh [smollm2|tiny]     with kvshot on the PATH; `make demo` sets that up first
+# Run:   recipes/demo.sh [smollm2|tiny] [DRAFTER ...]     with kvshot on the PATH; `make demo` sets that up first
+#        DRAFTER: a recipe of the target's folder; `make families` names one of every kind
 # Cost:  smollm2 at most 25 minutes on 2 cores, tiny about 2 minutes. A second run reuses what is there.
 # Output: work/TARGET (or $KVSHOT_WORK); the path of the report is printed last.
 set -euo pipefail
@@ -11,10 +12,12 @@ case $target in
     smollm2) recipes=recipes/smollm2_135m ;;
     tiny) recipes=recipes/tiny ;;
     *)
-        echo "usage: recipes/demo.sh [smollm2|tiny]" >&2
+        echo "usage: recipes/demo.sh [smollm2|tiny] [DRAFTER ...]" >&2
         exit 2
         ;;
 esac
+drafters=("${@:2}")
+[ ${#drafters[@]} -gt 0 ] || drafters=(hidden_only kv_only kv_none hybrid)
 model=${XDG_CACHE_HOME:-$HOME/.cache}/kvshot-ds/$target
 work=${KVSHOT_WORK:-work/$target}
 here=("target.path=$model" "work=$work")
@@ -65,10 +68,11 @@ train() { stage "train $1" "$work/runs/$1/train.json" env OMP_NUM_THREADS=1 deep
 stage target "$model/config.json" kvshot target "$target" "$model"
 stage prep "$work/prepared/summary.json" kvshot prep "$recipes/base.yaml" "${here[@]}"
 stage capture "$work/features/manifest.json" kvshot capture "$recipes/base.yaml" "${here[@]}"
-for drafter in hidden_only kv_only kv_none hybrid; do train $drafter; done
-all=$(printf ',%s' "$work"/runs/{hidden_only,kv_only,kv_none,hybrid})
-stage eval "$work/runs/hybrid/eval.json" kvshot eval "$recipes/base.yaml" "${here[@]}" "eval.drafters=[${all:1}]"
-stage decode "$work/runs/hybrid/decode.json" kvshot decode "$recipes/base.yaml" "${here[@]}" "decode.drafters=[${all:1}]"
+for drafter in "${drafters[@]}"; do train "$drafter"; done
+last=$work/runs/${drafters[-1]}
+all=$(printf ",$work/runs/%s" "${drafters[@]}")
+stage eval "$last/eval.json" kvshot eval "$recipes/base.yaml" "${here[@]}" "eval.drafters=[${all:1}]"
+stage decode "$last/decode.json" kvshot decode "$recipes/base.yaml" "${here[@]}" "decode.drafters=[${all:1}]"
 stage report "$work/report/index.html" kvshot report "$recipes/base.yaml" "${here[@]}"
 
 printf '\n%-20s %s\n' stage "time of this run"

@@ -25,7 +25,11 @@ def ids(path: Path) -> str:
 
 def test_each_target_has_its_recipes() -> None:
     found = {ids(path) for path in RECIPES}
-    assert found >= {f"{target}/{name}" for target in TARGETS for name in ("base", "hidden_only", "kv_only", "kv_none", "hybrid")}
+    assert found >= {
+        f"{target}/{name}"
+        for target in TARGETS
+        for name in ("base", "hidden_only", "mtp", "kv_only", "kv_none", "hybrid", "dflash", "kv_block", "hybrid_block")
+    }
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=ids)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 _KEY_CHUNK = 512  # keys scored at once by the portable kernel
+_TINY = 400  # multiplications below which torch does a batched product in a plain loop, slower than element-wise
 _ALL = slice(None)
 
 
@@ -202,8 +203,10 @@ def _ungrouped(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [N, G, n, i] @ b [N, G, i, m]; an outer product is element-wise, which libraries of small matrix products do badly."""
-    return a * b if a.shape[-1] == 1 else a @ b
+    """a [N, G, n, i] @ b [N, G, i, m]."""
+    if a.shape[-2] * a.shape[-1] * b.shape[-1] < _TINY:
+        return (a.unsqueeze(-1) * b.unsqueeze(-3)).sum(-2)
+    return a @ b
 
 
 def _by_head(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

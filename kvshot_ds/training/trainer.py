@@ -16,7 +16,7 @@ from tqdm import tqdm
 import ds_configs
 from kvshot_ds.config import Recipe, TrainConfig, dump_recipe, load_recipe
 from kvshot_ds.drafters.base import Drafter
-from kvshot_ds.drafters.build import DrafterInfo, build_drafter, find_drafter, save_drafter
+from kvshot_ds.drafters.build import DrafterInfo, build_drafter, save_drafter
 from kvshot_ds.drafters.initial import choose_vocab, initialise
 from kvshot_ds.drafters.warm import WarmReport, warm_start
 from kvshot_ds.errors import ConfigError, KvshotError
@@ -78,8 +78,10 @@ def finished(recipe: Recipe) -> dict[str, Any] | None:
     if not summary.is_file() and not checkpoint.exists(recipe.run_dir / "checkpoints"):
         return None  # nothing was trained yet: the folder is free for any configuration
     load_geometry(recipe.target.path, recipe.target.trust_remote_code)  # says what is wrong with the folder, if anything is
-    wanted = run_digest(recipe, ShardSet.open(recipe.shards_dir, "train"), weights_digest(recipe.target.path))
-    found = read_json(stamped).get("train_digest")
+    before = read_json(stamped)
+    shards, target_digest = ShardSet.open(recipe.shards_dir, "train"), weights_digest(recipe.target.path)
+    # The source of a warm start may be gone by now; what was taken from it is not.
+    wanted, found = run_digest(recipe, shards, target_digest, before.get("warm_digest", "")), before.get("train_digest")
     if found != wanted:
         changed = "; ".join(_changed(load_recipe(recipe.run_dir / "recipe.yaml"), recipe)) or "the data or the target"
         raise ConfigError(f"{recipe.run_dir} holds a run of another configuration ({changed}); give this run another name")
@@ -96,11 +98,9 @@ def _changed(before: Recipe, now: Recipe) -> list[str]:
     return [f"{key}: there {there.get(key)}, now {here.get(key)}" for key in {**there, **here} if there.get(key) != here.get(key)]
 
 
-def run_digest(recipe: Recipe, shards: ShardSet, target_digest: str) -> str:
+def run_digest(recipe: Recipe, shards: ShardSet, target_digest: str, warm_digest: str) -> str:
     """Digest of all that shapes the trained weights: options, target, data, and the weights of a warm start."""
-    source = recipe.train.init.warm_start
-    warm = weights_digest(find_drafter(source)) if source else ""
-    return digest(recipe.train, target_digest, shards.digest, repr(ds_configs.load(recipe.train.ds_config)), warm)
+    return digest(recipe.train, target_digest, shards.digest, repr(ds_configs.load(recipe.train.ds_config)), warm_digest)
 
 
 def prepare(recipe: Recipe, world: World) -> Setup:
@@ -130,7 +130,8 @@ def prepare(recipe: Recipe, world: World) -> Setup:
     objective = Objective(drafter, config.objective, parts.head)
     engine = make_engine(objective, config, ds_config, world, schedule.accumulation, schedule.steps)
     if world.rank == 0 and not checkpoint.exists(recipe.run_dir / "checkpoints"):
-        stamp(recipe.run_dir, recipe, train_digest=run_digest(recipe, shards, target_digest))
+        warm_digest = warm.digest if warm else ""
+        stamp(recipe.run_dir, recipe, train_digest=run_digest(recipe, shards, target_digest, warm_digest), warm_digest=warm_digest)
     dist.barrier()
     return Setup(recipe, world, shards, schedule, objective, engine, float(counts[ids].sum() / counts.sum().clamp_min(1)), warm)
 

@@ -22,6 +22,7 @@ L, T, STEPS = 3, 17, 4  # the layer, the anchor, draft steps
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 100.0},
     "linear": {"rope_type": "linear", "rope_theta": 100.0, "factor": 3.0},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 3.0},
     "llama3": {
         "rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32
     },
