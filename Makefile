@@ -1,5 +1,6 @@
 # make demo [TARGET=smollm2|tiny]   the whole way on a small target, on CPU
 # make families [TARGET=...]            the same with one drafter of every family (an hour for smollm2 on 2 cores)
+# make bench                           attention and a whole training step against straightforward implementations (about 10 minutes)
 # make test                         everything that has to pass: ruff, mypy, import-linter, pytest
 # make check                        the same without pytest
 # make clean                        removes what make has made here (the cache of targets stays)
@@ -13,7 +14,7 @@ PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 export KVSHOT_SMOLLM2 := $(CACHE)/smollm2
 export PATH := $(BIN):$(PATH)
 
-.PHONY: demo families test check clean smollm2
+.PHONY: demo families bench test check clean smollm2
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/demo.stamp
@@ -21,6 +22,10 @@ demo: $(VENV)/demo.stamp
 
 families: $(VENV)/demo.stamp
 	@recipes/demo.sh $(TARGET) hidden_only mtp kv_only kv_none hybrid dflash kv_block hybrid_block
+
+bench: $(VENV)/demo.stamp
+	python -m benchmarks.attention
+	python -m benchmarks.step
 
 test: check smollm2
 	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false python -m pytest

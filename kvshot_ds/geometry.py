@@ -10,12 +10,13 @@ import torch
 from kvshot_ds.errors import ConfigError
 from kvshot_ds.typed import parse
 
-# family -> (q/k norm, bias of q,k,v, bias of o); None: read from the config
-_FAMILIES: dict[str, tuple[bool, bool | None, bool | None]] = {
-    "llama": (False, None, None),
+# family -> (q/k norm, bias of q,k,v, bias of o); a name: the field of the config that says it
+_FAMILIES: dict[str, tuple[bool | str, bool | str, bool | str]] = {
+    "llama": (False, "attention_bias", "attention_bias"),
     "mistral": (False, False, False),
     "qwen2": (False, True, False),
-    "qwen3": (True, None, None),
+    "qwen3": (True, "attention_bias", "attention_bias"),
+    "stablelm": ("qk_layernorm", "use_qkv_bias", False),
 }
 _ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 _SUPPORTED = f"decoder-only text models of the families {', '.join(_FAMILIES)} with full attention and rope_type {', '.join(_ROPE_TYPES)}"
@@ -25,7 +26,8 @@ _SUPPORTED = f"decoder-only text models of the families {', '.join(_FAMILIES)} w
 class Geometry:
     """Dimensions of a decoder-only target: L layers, width d, A query heads, G key/value heads of size D, V tokens.
 
-    rope: Hugging Face `rope_parameters` (rope_type, rope_theta, …). Built by `from_hf`; stored with every drafter.
+    qk_norm: whether queries and keys are normed before they are rotated, by whichever norm. rope: Hugging Face `rope_parameters`
+    (rope_type, rope_theta, partial_rotary_factor, …). Built by `from_hf`; stored with every drafter.
     """
 
     family: str
@@ -51,8 +53,7 @@ class Geometry:
         if reasons := _obstacles(config):
             raise ConfigError(f"the target cannot be used: {'; '.join(reasons)}. Supported: {_SUPPORTED}")
         kind = config.model_type
-        qk_norm, qkv_bias, o_bias = _FAMILIES[kind]
-        bias = bool(getattr(config, "attention_bias", False))
+        qk_norm, qkv_bias, o_bias = (bool(getattr(config, said, False)) if isinstance(said, str) else said for said in _FAMILIES[kind])
         return cls(
             family=kind,
             num_layers=config.num_hidden_layers,
@@ -62,15 +63,20 @@ class Geometry:
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
             intermediate_size=config.intermediate_size,
             vocab_size=config.vocab_size,
-            norm_eps=config.rms_norm_eps,
+            norm_eps=config.layer_norm_eps if kind == "stablelm" else config.rms_norm_eps,
             qk_norm=qk_norm,
-            qkv_bias=bias if qkv_bias is None else qkv_bias,
-            o_bias=bias if o_bias is None else o_bias,
+            qkv_bias=qkv_bias,
+            o_bias=o_bias,
             mlp_bias=bool(getattr(config, "mlp_bias", False)),
             hidden_act=config.hidden_act,
             max_positions=config.max_position_embeddings,
             rope={name: value for name, value in config.rope_parameters.items() if value is not None},
         )
+
+    @property
+    def layer_norm(self) -> bool:
+        """Whether the target's norms are LayerNorms (mean and bias; for queries and keys one norm for each head), not RMSNorms."""
+        return self.family == "stablelm"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -81,14 +87,18 @@ class Geometry:
         return parse(cls, value)
 
     def rotary(self) -> tuple[torch.Tensor, float]:
-        """Inverse frequencies [D/2] fp32 and the factor on cos and sin, exactly as the target computes them up to `max_positions`."""
+        """Inverse frequencies [D_rot/2] fp32 and the factor on cos and sin, exactly as the target computes them up to `max_positions`.
+
+        The first D_rot = D·partial_rotary_factor dimensions of a head are turned, the others are left as they are.
+        """
         from transformers import PreTrainedConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         kind = self.rope.get("rope_type", "default")
         if kind == "default":
-            even = torch.arange(0, self.head_dim, 2, device="cpu").float()
-            return 1.0 / (self.rope["rope_theta"] ** (even / self.head_dim)), 1.0
+            turned = int(self.head_dim * self.rope.get("partial_rotary_factor", 1.0))
+            even = torch.arange(0, turned, 2, device="cpu").float()
+            return 1.0 / (self.rope["rope_theta"] ** (even / turned)), 1.0
         config = PreTrainedConfig(
             hidden_size=self.hidden_size, num_attention_heads=self.heads, head_dim=self.head_dim, max_position_embeddings=self.max_positions
         )
@@ -110,7 +120,7 @@ def _obstacles(config: Any) -> list[str]:
     known = config.model_type in _FAMILIES
     if not known:
         found.append(f"its architecture {config.model_type!r} is not supported")
-    return found + _window_obstacles(config) + _rope_obstacles(config, known)
+    return found + _window_obstacles(config) + _rope_obstacles(config, known) + _partial_obstacles(config, known)
 
 
 def _window_obstacles(config: Any) -> list[str]:
@@ -130,9 +140,6 @@ def _rope_obstacles(config: Any, known: bool) -> list[str]:
     found, kind = [], rope.get("rope_type", "default")
     if kind not in _ROPE_TYPES:
         found.append(f"it uses rope_type={kind}")
-    partial = rope.get("partial_rotary_factor")
-    if known and partial not in (None, 1):  # transformers leaves it out of account with rope_type=default and fails with the others
-        found.append(f"its partial_rotary_factor={partial} is not defined for {config.model_type}")
     original = rope.get("original_max_position_embeddings", getattr(config, "original_max_position_embeddings", None))
     if kind == "dynamic" and original not in (None, config.max_position_embeddings):
         # within max_position_embeddings the frequencies are the default ones, unless they are meant to change from here on
@@ -140,3 +147,16 @@ def _rope_obstacles(config: Any, known: bool) -> list[str]:
             f"it uses rope_type=dynamic with original_max_position_embeddings={original}, not max_position_embeddings={config.max_position_embeddings}"
         )
     return found
+
+
+def _partial_obstacles(config: Any, known: bool) -> list[str]:
+    partial = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor")
+    if config.model_type != "stablelm":  # transformers leaves it out of account with rope_type=default and fails with the others
+        return [f"its partial_rotary_factor={partial} is not defined for {config.model_type}"] if known and partial not in (None, 1) else []
+    width, heads, head_dim = config.hidden_size, config.num_attention_heads, getattr(config, "head_dim", None)
+    if not heads or width % heads or head_dim not in (None, width // heads):  # transformers finds out only when it builds or runs the model
+        return [f"its hidden_size={width} is not num_attention_heads={heads} times the size of a head"]
+    turned = int(width // heads * partial) if isinstance(partial, int | float) else 0
+    if turned % 2 or not 0 < turned <= width // heads:
+        return [f"its partial_rotary_factor={partial} turns {turned} of a head's {width // heads} dimensions, which must be an even number of them"]
+    return []

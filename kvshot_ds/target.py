@@ -137,10 +137,13 @@ class Target:
     def _watch_queries(self, layers: Iterable[int], rows: torch.Tensor) -> Iterator[dict[int, torch.Tensor]]:
         """As `watch`, for the un-rotated queries of `layers` at `rows` [R] of the flattened batch: layer -> [R, A, D]."""
 
-        def chosen(output: torch.Tensor) -> torch.Tensor:  # [B, S, A, D] of a q-norm or [B, S, A·D] of a q-projection
-            return output.flatten(0, 1)[rows].view(len(rows), self.geometry.heads, self.geometry.head_dim)
+        g = self.geometry
+        name = "q_proj" if not g.qk_norm else "q_layernorm" if g.layer_norm else "q_norm"
 
-        name = "q_norm" if self.geometry.qk_norm else "q_proj"
+        def chosen(output: torch.Tensor) -> torch.Tensor:  # [B, S, A·D] of a q-projection, [B, S, A, D] of a q-norm, [B, A, S, D] of a q-layernorm
+            by_token = output.transpose(1, 2) if name == "q_layernorm" else output
+            return by_token.flatten(0, 1)[rows].view(len(rows), g.heads, g.head_dim)
+
         with _recording({layer: getattr(self.layers[layer].self_attn, name) for layer in layers}, chosen) as queries:
             yield queries
 
@@ -323,7 +326,7 @@ def _digest(folder: Path, names: list[str]) -> str:
 
 @dataclass(frozen=True)
 class TargetParts:
-    """What a drafter borrows. embedding [V, d], norm_weight [d] (the final norm), head [V, d]; with tied embeddings
+    """What a drafter borrows. embedding [V, d], norm_weight [d] (the final norm, without a LayerNorm's bias), head [V, d]; with tied embeddings
     `head` is the very tensor `embedding`. `layer(l)` reads one decoder layer."""
 
     folder: Path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from kvshot_ds.geometry import Geometry
 from kvshot_ds.target import load_geometry
 
 CONTEXT = 96
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+WHOLE = ("Llama", "Mistral", "Qwen2", "Qwen3")  # families that turn the whole head
+FAMILIES = (*WHOLE, "StableLm")
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
 ROPES: dict[str, dict[str, Any]] = {
     "default": DEFAULT,
@@ -38,11 +40,11 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 def make(family: str = "Llama", rope: dict[str, Any] | None = None, **options: Any) -> Any:
-    window = {"sliding_window": None} if family == "Mistral" else {}
+    own = {"Mistral": {"sliding_window": None}, "StableLm": {"hidden_size": 64}}.get(family, {})
     return getattr(transformers, f"{family}Config")(
         **{
             "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 31,
-            "max_position_embeddings": CONTEXT, "head_dim": 16, "rope_parameters": dict(rope or DEFAULT), **window, **options,
+            "max_position_embeddings": CONTEXT, "head_dim": 16, "rope_parameters": dict(rope or DEFAULT), **own, **options,
         }
     )  # fmt: skip
 
@@ -63,8 +65,19 @@ def test_rotary_is_the_models_own_up_to_its_whole_context(family: str, rope: str
     for length in (1, CONTEXT // 2, CONTEXT, 3):  # in this order: the module may change its frequencies by the lengths it has seen
         cos, sin = module(torch.zeros(1), torch.arange(length)[None])
         assert torch.equal(cos[0], angle[:length].cos() * scaling) and torch.equal(sin[0], angle[:length].sin() * scaling)
-    assert inv_freq.dtype == torch.float32 and inv_freq.shape == (8,)
+    assert inv_freq.dtype == torch.float32 and inv_freq.shape == (2 if family == "StableLm" else 8,)
     assert (scaling != 1) == rope.startswith("yarn")
+
+
+@pytest.mark.parametrize("factor", [0.25, 0.3, 0.5, 1.0, 1])
+@pytest.mark.parametrize("rope", ["default", "yarn"])
+def test_a_part_of_the_head_is_turned_as_the_model_does(rope: str, factor: float) -> None:
+    config = make("StableLm", {**ROPES[rope], "partial_rotary_factor": factor})
+    model, g = model_of(config), Geometry.from_hf(config)
+    inv_freq, scaling = g.rotary()
+    assert torch.equal(inv_freq, model.model.rotary_emb.inv_freq) and scaling == model.model.rotary_emb.attention_scaling
+    assert 2 * len(inv_freq) == model.model.layers[0].self_attn.rotary_ndims == int(g.head_dim * factor)
+    assert Geometry.from_json(json.loads(json.dumps(g.to_json()))) == g
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.1, 2.7, 3.3, 17.3])
@@ -78,8 +91,8 @@ def test_dynamic_is_default_within_the_context_and_nowhere_else(factor: float) -
         assert not torch.equal(one(tokens).logits, other(tokens).logits), "one position more is another model, so longer sequences must stay refused"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_no_supported_family_turns_a_part_of_the_head(family: str) -> None:
+@pytest.mark.parametrize("family", WHOLE)
+def test_no_other_family_turns_a_part_of_the_head(family: str) -> None:
     """Why partial_rotary_factor is refused: transformers leaves it out of account with the default type and fails with every other."""
     whole, part = (model_of(make(family, {**DEFAULT, **extra})) for extra in ({}, {"partial_rotary_factor": 0.5}))
     assert torch.equal(whole.model.rotary_emb.inv_freq, part.model.rotary_emb.inv_freq)
@@ -95,6 +108,10 @@ def test_no_supported_family_turns_a_part_of_the_head(family: str) -> None:
 def dynamic(original: int, inside: bool) -> Any:
     key = {"original_max_position_embeddings": original}
     return make(rope={**ROPES["dynamic"], **(key if inside else {})}, **({} if inside else key))
+
+
+def turning(factor: Any) -> Any:
+    return make("StableLm", {**DEFAULT, "partial_rotary_factor": factor})
 
 
 HF = transformers
@@ -125,6 +142,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "longrope": (lambda: make(rope=ROPES["longrope"]), "rope_type=longrope"),
     "proportional": (lambda: make(rope={**DEFAULT, "rope_type": "proportional"}), "rope_type=proportional"),
     "rope by layer type": (lambda: make("Qwen2", rope={"full_attention": dict(DEFAULT)}), "rope_parameters hold no rope_theta"),
+    **{
+        f"stablelm, {factor} of the head": (partial(turning, factor), f"partial_rotary_factor={factor} turns {turned} of a head's 16")
+        for factor, turned in ((0.2, 3), (0.0625, 1), (0, 0), (1.5, 24), (-0.5, -8), (None, 0), ("half", 0))
+    },
+    "stablelm, heads": (lambda: make("StableLm", num_attention_heads=5), "hidden_size=64 is not num_attention_heads=5 times"),
+    "stablelm, no heads": (lambda: make("StableLm", num_attention_heads=0), "hidden_size=64 is not num_attention_heads=0 times"),
+    "stablelm, head_dim": (lambda: make("StableLm", head_dim=8), "hidden_size=64 is not num_attention_heads=4 times"),
     "dynamic from 32": (lambda: dynamic(32, inside=True), "rope_type=dynamic with original_max_position_embeddings=32, not max_position_embeddings=96"),
     "dynamic from 32, outside": (lambda: dynamic(32, inside=False), "rope_type=dynamic with original_max_position_embeddings=32"),
 }  # fmt: skip
@@ -132,7 +156,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("config, why", REFUSED.values(), ids=REFUSED)
 def test_what_is_not_supported_is_refused_by_name(config: Callable[[], Any], why: str, tmp_path: Path) -> None:
-    supported = r"\. Supported: decoder-only text models of the families llama, mistral, qwen2, qwen3 with full attention and rope_type default, linear, dyn"
+    supported = (
+        r"\. Supported: decoder-only text models of the families llama, mistral, qwen2, qwen3, stablelm with full attention and rope_type default, linear, dyn"
+    )
     with pytest.raises(ConfigError, match=f"^the target cannot be used: .*{why}.*{supported}"):
         Geometry.from_hf(config())
     config().save_pretrained(tmp_path)
@@ -188,11 +214,31 @@ def test_json_round_trip_and_its_refusals(rope: str) -> None:
 
 
 def test_fields_of_the_families() -> None:
-    found = {family: Geometry.from_hf(make(family, **({"attention_bias": True} if family in ("Llama", "Qwen3") else {}))) for family in FAMILIES}
-    assert {name: (g.qk_norm, g.qkv_bias, g.o_bias) for name, g in found.items()} == {
-        "Llama": (False, True, True), "Mistral": (False, False, False), "Qwen2": (False, True, False), "Qwen3": (True, True, True)
+    bias, stable = {"attention_bias": True}, {"use_qkv_bias": True, "attention_bias": True, "layer_norm_eps": 3e-4}
+    configs = {
+        "llama": make("Llama", **bias), "mistral": make("Mistral"), "qwen2": make("Qwen2"), "qwen3": make("Qwen3", **bias), "qwen3, none": make("Qwen3"),
+        "stablelm": make("StableLm", **stable), "stablelm, norms": make("StableLm", qk_layernorm=True, use_parallel_residual=True),
     }  # fmt: skip
-    for family, g in found.items():
-        layer = model_of(make(family, **({"attention_bias": True} if g.o_bias else {}))).model.layers[0].self_attn
-        assert (hasattr(layer, "q_norm"), layer.q_proj.bias is not None, layer.o_proj.bias is not None) == (g.qk_norm, g.qkv_bias, g.o_bias)
+    found = {name: Geometry.from_hf(config) for name, config in configs.items()}
+    assert {name: (g.qk_norm, g.qkv_bias, g.o_bias) for name, g in found.items()} == {
+        "llama": (False, True, True), "mistral": (False, False, False), "qwen2": (False, True, False), "qwen3": (True, True, True),
+        "qwen3, none": (True, False, False), "stablelm": (False, True, False), "stablelm, norms": (True, False, False),
+    }  # fmt: skip
+    for name, g in found.items():
+        model = model_of(configs[name]).model
+        layer, norm = model.layers[0].self_attn, model.norm
+        normed = hasattr(layer, "q_layernorm" if g.layer_norm else "q_norm")
+        assert (normed, layer.q_proj.bias is not None, layer.o_proj.bias is not None) == (g.qk_norm, g.qkv_bias, g.o_bias)
         assert layer.k_proj.weight.shape == (g.kv_heads * g.head_dim, g.hidden_size)
+        assert g.layer_norm == isinstance(norm, torch.nn.LayerNorm) == (g.family == "stablelm")
+        assert g.norm_eps == (norm.eps if g.layer_norm else norm.variance_epsilon)
+    assert found["stablelm"].norm_eps == 3e-4
+
+
+def test_geometry_written_before_partial_rotary_embeddings_still_loads() -> None:
+    """No field was added, and rope without partial_rotary_factor turns the whole head."""
+    old: dict[str, Any] = {
+        "family": "llama", "num_layers": 2, "hidden_size": 48, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate_size": 32, "vocab_size": 31,
+        "norm_eps": 1e-6, "qk_norm": False, "qkv_bias": False, "o_bias": False, "mlp_bias": False, "hidden_act": "silu", "max_positions": 96, "rope": DEFAULT,
+    }  # fmt: skip
+    assert Geometry.from_json(old) == Geometry.from_hf(make()) and len(Geometry.from_json(old).rotary()[0]) == 8

@@ -21,7 +21,15 @@ from kvshot_ds.features.spec import FeatureSpec, teacher_rows
 from kvshot_ds.geometry import Geometry
 from kvshot_ds.target import Target, load_geometry, load_layer, load_parts, load_tokenizer, tokenizer_digest, weights_digest
 
-FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral")
+STABLE = {"use_qkv_bias": True, "qk_layernorm": False, "use_parallel_residual": False, "partial_rotary_factor": 0.5}
+OWN = {
+    "Llama": {"tie_word_embeddings": True},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 24},
+    "Mistral": {"head_dim": 24, "sliding_window": None},
+    "StableLm": STABLE,
+    "StableLm of 12B": {**STABLE, "use_qkv_bias": False, "qk_layernorm": True, "use_parallel_residual": True, "tie_word_embeddings": False},
+}
 LAYERS = 5
 SPEC = FeatureSpec((0, 3), (1, 4), "last_hidden", "fp32", (1, 4))
 
@@ -29,12 +37,10 @@ SPEC = FeatureSpec((0, 3), (1, 4), "last_hidden", "fp32", (1, 4))
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {}
-    for number, family in enumerate(FAMILIES):
-        extra = {} if family in ("Llama", "Qwen2") else {"head_dim": 24}
-        extra |= {"sliding_window": None} if family == "Mistral" else {}
-        config = getattr(transformers, f"{family}Config")(
+    for number, (family, own) in enumerate(OWN.items()):
+        config = getattr(transformers, f"{family.split()[0]}Config")(
             hidden_size=48, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2, vocab_size=211,
-            max_position_embeddings=128, initializer_range=0.3, tie_word_embeddings=family == "Llama", bos_token_id=1, eos_token_id=2, **extra,
+            max_position_embeddings=128, initializer_range=0.3, bos_token_id=1, eos_token_id=2, **{"tie_word_embeddings": False, **own},
         )  # fmt: skip
         torch.manual_seed(number)
         model = transformers.AutoModelForCausalLM.from_config(config)
@@ -46,7 +52,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=OWN)
 def target(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Target:
     return Target.load(TargetConfig(path=folders[request.param], dtype="fp32", device="cpu"))
 
@@ -82,16 +88,18 @@ def test_features_are_what_hf_returns(target: Target, lengths: tuple[int, ...]) 
         assert all(t.device.type == "cpu" and t.is_contiguous() for t in sample.values())
 
 
-def attention(sample: dict[str, torch.Tensor], layer: int, rows: np.ndarray, theta: float) -> torch.Tensor:
-    """Attention weights [R, A, S] in float64, from the query of each row, turned to its position, and the cached keys up to it."""
+def attention(sample: dict[str, torch.Tensor], layer: int, rows: np.ndarray, theta: float, part: float) -> torch.Tensor:
+    """Attention weights [R, A, S] in float64, from the query of each row, a `part` of it turned to its position, and the cached keys up to it."""
     query, key = sample[f"query.{layer}"].double(), sample[f"key.{layer}"].double()
     heads, width = query.shape[1:]
     weights = torch.zeros(len(rows), heads, len(key), dtype=torch.float64)
-    frequency = theta ** (-2 * torch.arange(width // 2).double() / width)
+    half = round(part * width / 2)
+    frequency = theta ** (-torch.arange(half).double() / half)
     for r, position in enumerate(rows.tolist()):
         for head in range(heads):
-            plane = torch.complex(*query[r, head].chunk(2)) * torch.polar(torch.ones(width // 2).double(), position * frequency)
-            turned = torch.cat((plane.real, plane.imag))
+            one, other, rest = query[r, head].split((half, half, width - 2 * half))
+            plane = torch.complex(one, other) * torch.polar(torch.ones(half).double(), position * frequency)
+            turned = torch.cat((plane.real, plane.imag, rest))
             scores = key[: position + 1, head // (heads // key.shape[1])] @ turned / width**0.5
             weights[r, head, : position + 1] = scores.softmax(0)
     return weights
@@ -109,7 +117,7 @@ def test_queries_and_keys_give_the_attention_that_hf_returns(target: Target, len
             expected = eager(torch.tensor([sequence]), output_attentions=True).attentions  # alone, without padding
         for layer in SPEC.query_layers:
             assert sample[f"query.{layer}"].shape == (len(rows), target.geometry.heads, target.geometry.head_dim)
-            found = attention(sample, layer, rows, 10_000.0)
+            found = attention(sample, layer, rows, 10_000.0, 0.5 if target.geometry.layer_norm else 1.0)
             torch.testing.assert_close(
                 found.float(), expected[layer][0][:, rows].transpose(0, 1).float(), rtol=0, atol=1e-4 if dtype == torch.float32 else 1e-5
             )

@@ -17,10 +17,11 @@ class InitConfig(Section):
     layers: Literal["random", "target"] = Field(
         "random",
         description="random: N(0, 0.02), norms 1; target: the target's last layers (a cross path: the attention of the layer whose KV its projector passes), "
-        "fc passes the highest fused layer",
+        "fc passes the highest fused layer; not for targets with LayerNorms (stablelm)",
     )
     head: Literal["random", "target"] = Field(
-        "target", description="target: draft head and final norm start from the target's rows; block-wise drafters keep the target's head frozen"
+        "target",
+        description="target: draft head and final norm (of a LayerNorm its weight alone) start from the target's rows; block-wise drafters keep the target's head frozen",
     )
     warm_start: Path | None = Field(
         None, description="drafter or run folder whose tensors replace those of the same name and shape, after everything above; what was taken is reported"

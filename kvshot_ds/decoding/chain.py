@@ -132,8 +132,9 @@ def generate(target: Target, drafter: Drafter, prompt: SequenceOf[int], max_new_
         while room and new[-1] not in stop:
             begun = clock.mark()
             start = sequence.commit(following[:keep])
-            drafted = min(draft_length, room - 1)
-            drafts = drafter.draft(memory, start, drafted) if drafted else following[:0]
+            wanted = min(draft_length, room - 1)
+            drafts = drafter.draft(memory, start, wanted) if wanted else following[:0]
+            drafted = len(drafts)  # a block may hold fewer
             proposed = clock.mark()
             following = sequence.verify(torch.cat((following[keep - 1 : keep], drafts)))
             verified = clock.mark()

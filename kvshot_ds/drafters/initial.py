@@ -8,6 +8,7 @@ from kvshot_ds.config import InitConfig
 from kvshot_ds.drafters.base import Drafter
 from kvshot_ds.drafters.layers import Projections, RMSNorm
 from kvshot_ds.drafters.projector import KVProjector
+from kvshot_ds.errors import ConfigError
 from kvshot_ds.target import TargetParts
 
 
@@ -21,9 +22,15 @@ def choose_vocab(counts: torch.Tensor, size: int) -> torch.Tensor:
 def initialise(drafter: Drafter, config: InitConfig, parts: TargetParts, seed: int) -> None:
     """Fills `drafter`'s weights. Its draft vocabulary must be set before (`set_vocab`).
 
-    head=target: the draft head takes the target's rows of the draft vocabulary, the last norm the target's final norm.
-    layers=target: see `_from_target`.
+    head=target: the draft head takes the target's rows of the draft vocabulary, the last norm the weight of the target's final
+    norm. Where that is a LayerNorm (stablelm), its bias has no place in the drafter's RMSNorm, and the start is only near it.
+    layers=target: see `_from_target`; raises ConfigError for a LayerNorm target.
     """
+    if config.layers == "target" and drafter.g.layer_norm:
+        raise ConfigError(
+            f"train.init.layers=target: a {drafter.g.family} target has LayerNorms, whose mean and bias the drafter's RMSNorms cannot hold; "
+            "use train.init.layers=random"
+        )
     drafter.reset(seed)
     if config.layers == "target":
         _from_target(drafter, parts)

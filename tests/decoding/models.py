@@ -22,7 +22,9 @@ FAMILIES = ("Llama", "Qwen3", "Qwen2")
 
 def hf_target(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> Target:
     """A random target of 7 layers (so that no layer is read twice) over toys.VOCAB tokens, whose greedy continuations vary."""
-    options = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}} | ({"head_dim": 16} if family == "Qwen3" else {}) | options
+    own = {"Qwen3": {"head_dim": 16}, "StableLm": {"partial_rotary_factor": 0.5}}.get(family, {})
+    options = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}} | own | options
+    options["rope_parameters"] = dict(options["rope_parameters"])  # transformers writes into what it is given
     config = getattr(transformers, f"{family}Config")(
         hidden_size=32, intermediate_size=48, num_hidden_layers=7, num_attention_heads=4, num_key_value_heads=2, vocab_size=toys.VOCAB,
         max_position_embeddings=96, initializer_range=0.3, bos_token_id=None, eos_token_id=None, pad_token_id=None, **options,

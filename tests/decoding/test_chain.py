@@ -20,7 +20,7 @@ from tests.decoding.models import FAMILIES, bound_drafter, hf_target, prompt, sc
 LENGTH, K = 16, 3
 SOME = ("hidden_only-1", "kv_only-2", "hybrid-2")
 # every drafter on one target, and one of each family on the others
-PAIRS = [(family, name) for family in FAMILIES for name in toys.FAMILIES if family == "Llama" or name in SOME]
+PAIRS = [(family, name) for family in FAMILIES for name in toys.FAMILIES if family == "Llama" or name in SOME] + [("StableLm", "hybrid-2")]
 _targets: dict[str, Target] = {}
 
 
@@ -35,7 +35,7 @@ def llama() -> Target:
     return target_of("Llama")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "StableLm"])
 def test_the_targets_are_worth_decoding(family):
     """Continuations that loop at once, or do not depend on the prompt, would test little."""
     outputs = [reference(target_of(family), prompt(9, seed), LENGTH, ()) for seed in range(3)]
@@ -75,6 +75,15 @@ def test_scripted_drafts_are_accepted_up_to_the_first_wrong_one(family, name, sh
         assert out.target_forwards == 1 + -(-(LENGTH - 1) // (K + 1))
     else:
         assert len(set(out.accepted)) > 1
+
+
+def test_a_block_holds_fewer_than_asked_for(llama):
+    p = prompt(9, 2)
+    want = reference(llama, p, LENGTH, ())
+    drafter = bound_drafter("dflash-2", llama)
+    script(drafter, p + want + [0] * 9, lambda: False)
+    out = decode(llama, drafter, p, LENGTH, 9)
+    assert out.tokens == want and [r.drafted for r in out.verifications] == [4, 4, 4] and out.accepted == [4, 4, 4]
 
 
 @pytest.mark.parametrize("order", [range(6), range(5, -1, -1)])
