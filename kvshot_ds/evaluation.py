@@ -188,6 +188,7 @@ def _summary(recipe: Recipe, info: DrafterInfo, drafter: torch.nn.Module, held: 
             "depth": config.depth,
             "injection": getattr(getattr(config, "kv", None), "injection", None),
             "parameters": sum(p.numel() for p in drafter.parameters()),
+            "config": config.model_dump(mode="json"),
             "init": info.extra.get("training", {}).get("init"),
         },
         "target": {"name": info.target_name, "digest": info.target_digest},

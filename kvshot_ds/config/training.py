@@ -21,7 +21,8 @@ class InitConfig(Section):
     )
     head: Literal["random", "target"] = Field(
         "target",
-        description="target: draft head and final norm (of a LayerNorm its weight alone) start from the target's rows; block-wise drafters keep the target's head frozen",
+        description="target: draft head and final norm (of a LayerNorm its weight alone) start from the target's rows; "
+        "block-wise drafters keep the target's head frozen",
     )
     warm_start: Path | None = Field(
         None, description="drafter or run folder whose tensors replace those of the same name and shape, after everything above; what was taken is reported"

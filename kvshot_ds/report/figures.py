@@ -1,7 +1,8 @@
 """Charts as inline SVG that follows the page's theme: drawn in sentinel colours, which become CSS variables.
 
 The page's style sheet defines --ink, --muted, --grid and --c0 .. --c5 (Okabe-Ito) for light and dark. Series differ by
-colour, marker and dash, so that none of the three alone has to carry the distinction. Text stays text.
+colour, marker and dash, so that none of the three alone has to carry the distinction. Text stays text. `draw` is the same
+chart in any colours, for a drawing that stands alone.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-# matplotlib dash, marker; combined with six colours a series repeats only after 24
+# matplotlib dash, marker; without colours a series repeats only after 24, with them after 144
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (1.5, 1.5)), (0, (6, 1.5, 1.5, 1.5)))
 _MARKERS = ("o", "s", "^", "D", "v", "P")
-_COLOURS = 6
+COLOURS = 6
 _SWATCHES = (
     '<circle cx="16" cy="6" r="3.4"/>',
     '<path d="M12.8 2.8h6.4v6.4h-6.4z"/>',
@@ -26,8 +27,26 @@ _SWATCHES = (
     '<path d="M14.7 2.2h2.6v2.5h2.5v2.6h-2.5v2.5h-2.6v-2.5h-2.5v-2.6h2.5z"/>',
 )
 _SWATCH_DASHES = ("", "5 2", "1.5 1.5", "6 1.5 1.5 1.5")
-_SENTINELS = {"#010203": "--ink", "#010204": "--muted", "#010205": "--grid", **{f"#5e000{i}": f"--c{i}" for i in range(_COLOURS)}}
-_INK, _MUTED, _GRID = list(_SENTINELS)[:3]
+_SENTINELS = {"#010203": "--ink", "#010204": "--muted", "#010205": "--grid", "#010206": "--page", **{f"#5e000{i}": f"--c{i}" for i in range(COLOURS)}}
+# Bands of more series than this cannot be told apart: their intervals become bars, drawn side by side.
+_BANDS = 3
+_SIDE_BY_SIDE = 0.5  # of the distance between two draft steps
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of text, axes, grid, what lies behind, and series."""
+
+    ink: str
+    muted: str
+    grid: str
+    page: str
+    series: tuple[str, ...]
+
+
+_INK, _MUTED, _GRID, _BEHIND, *_SERIES = _SENTINELS
+_PAGE = Theme(_INK, _MUTED, _GRID, _BEHIND, tuple(_SERIES))
+LIGHT = Theme("#1b1f24", "#626a73", "#e3e6ea", "#ffffff", ("#0072b2", "#d55e00", "#009e73", "#56b4e9", "#e69f00", "#cc79a7"))
 
 
 @dataclass(frozen=True)
@@ -45,12 +64,17 @@ class Series:
 
     @property
     def dash(self) -> int:
-        return 1 if self.dashed else (self.style // _COLOURS) % len(_DASHES)
+        return 1 if self.dashed else (self.style // COLOURS) % len(_DASHES)
+
+    @property
+    def has_interval(self) -> bool:
+        return any(v is not None for v in self.low)
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over one pair of axes. reference: value of a dotted horizontal line. integer_x: tick at every x (draft steps)."""
+    """Lines over one pair of axes. reference: value of a dotted horizontal line. integer_x: tick at every x (draft steps). y_range: of the axis,
+    None: as the series need it."""
 
     x_label: str
     y_label: str
@@ -58,47 +82,83 @@ class Chart:
     description: str
     reference: float | None = None
     integer_x: bool = False
+    y_range: tuple[float, float] | None = None
 
 
 def lines(chart: Chart, ident: str, width: int, height: int) -> str:
     """`chart` as an SVG element of `width` x `height` CSS pixels. `ident` prefixes the ids inside: unique on a page."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": ident, "font.size": 11, "axes.linewidth": 0.8}):
         figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
-        axes = figure.subplots()
-        for series in chart.series:
-            _draw(axes, series)
-        if chart.reference is not None:
-            axes.axhline(chart.reference, color=_MUTED, linestyle=(0, (1, 2)), linewidth=1.4)
-        axes.set_xlabel(chart.x_label, color=_INK, parse_math=False)
-        axes.set_ylabel(chart.y_label, color=_INK, parse_math=False)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(_MUTED)
-        axes.tick_params(colors=_MUTED, labelcolor=_INK, length=3)
-        axes.grid(axis="y", color=_GRID, linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.yaxis.set_major_locator(MaxNLocator(5))
-        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-        if chart.integer_x:
-            axes.set_xticks(sorted({x for s in chart.series for x in s.x}))
+        draw(figure.subplots(), chart, _PAGE)
         out = io.StringIO()
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return _inline(out.getvalue(), ident, chart.description)
 
 
-def _draw(axes: Any, series: Series) -> None:
-    """One line with its band; an undefined point leaves a gap."""
-    nan = float("nan")
-    paint = f"#5e000{series.style % _COLOURS}"
-    marker = "" if series.plain and len(series.x) > 2 else _MARKERS[series.style % len(_MARKERS)]
-    values = [nan if v is None else v for v in series.y]
-    axes.plot(series.x, values, color=paint, marker=marker, markersize=5, linewidth=1.8, linestyle=_DASHES[series.dash])
-    if any(v is not None for v in series.low):
-        low, high = ([nan if v is None else v for v in edge] for edge in (series.low, series.high))
-        axes.fill_between(series.x, low, high, color=paint, alpha=0.16, linewidth=0)
+def draw(axes: Any, chart: Chart, theme: Theme) -> None:
+    """`chart` on the axes of a matplotlib figure. Intervals are bands, or bars side by side where bands would hide each other."""
+    from matplotlib.ticker import MaxNLocator
+
+    for series, shift in zip(chart.series, shifts(chart), strict=True):
+        _draw(axes, series, theme, _has_bars(chart), shift)
+    if chart.reference is not None:
+        axes.axhline(chart.reference, color=theme.muted, linestyle=(0, (1, 2)), linewidth=1.4)
+    axes.set_xlabel(chart.x_label, color=theme.ink, parse_math=False)
+    axes.set_ylabel(chart.y_label, color=theme.ink, parse_math=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(theme.muted)
+    axes.tick_params(colors=theme.muted, labelcolor=theme.ink, length=3)
+    axes.grid(axis="y", color=theme.grid, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    if chart.integer_x:
+        axes.set_xticks(sorted({x for s in chart.series for x in s.x}))
+    if chart.y_range is not None:
+        axes.set_ylim(*chart.y_range)
+
+
+def shifts(chart: Chart) -> list[float]:
+    """How far each series is moved sideways, so that bars stand side by side."""
+    n = len(chart.series)
+    return [_SIDE_BY_SIDE * ((i + 0.5) / n - 0.5) if _has_bars(chart) else 0.0 for i in range(n)]
+
+
+def _has_bars(chart: Chart) -> bool:
+    return chart.integer_x and sum(s.has_interval for s in chart.series) > _BANDS
+
+
+def marker(style: int) -> str:
+    """matplotlib's name of a series' marker."""
+    return _MARKERS[_marker(style)]
+
+
+def hollow(style: int) -> bool:
+    """Whether a series' marker is an outline: every second one of a colour."""
+    return style // COLOURS % 2 == 1
+
+
+def _marker(style: int) -> int:
+    """Index of a series' marker: it moves on when all colours and dashes are used up."""
+    return (style + style // (COLOURS * len(_DASHES))) % len(_MARKERS)
+
+
+def _draw(axes: Any, series: Series, theme: Theme, bars: bool, shift: float) -> None:
+    """One line with its intervals, moved sideways by `shift`; an undefined point leaves a gap."""
+    x, paint = [v + shift for v in series.x], theme.series[series.style % COLOURS]
+    shape, face = "" if series.plain and len(x) > 2 else marker(series.style), theme.page if hollow(series.style) else paint
+    axes.plot(x, _floats(series.y), color=paint, marker=shape, markersize=5, markerfacecolor=face, linewidth=1.8, linestyle=_DASHES[series.dash])
+    if series.has_interval and bars:
+        axes.vlines(x, _floats(series.low), _floats(series.high), color=paint, linewidth=1.1, alpha=0.75)
+    elif series.has_interval:
+        axes.fill_between(x, _floats(series.low), _floats(series.high), color=paint, alpha=0.16, linewidth=0)
+
+
+def _floats(values: Sequence[float | None]) -> list[float]:
+    return [float("nan") if v is None else v for v in values]
 
 
 def _inline(svg: str, ident: str, description: str) -> str:
@@ -119,17 +179,18 @@ def _inline(svg: str, ident: str, description: str) -> str:
 
 def colour(style: int) -> str:
     """CSS colour of a series."""
-    return f"var(--c{style % _COLOURS})"
+    return f"var(--c{style % COLOURS})"
 
 
 def swatch(style: int | None, dashed: bool = False, plain: bool = False, dotted: bool = False) -> str:
     """The legend's sample of a series: a short line with its marker. style None: in the colour of the text, without marker."""
-    dash = "1.5 3" if dotted else _SWATCH_DASHES[1 if dashed else ((style or 0) // _COLOURS) % len(_SWATCH_DASHES)]
-    marker = "" if plain or style is None else _SWATCHES[style % len(_SWATCHES)]
+    dash = "1.5 3" if dotted else _SWATCH_DASHES[1 if dashed else ((style or 0) // COLOURS) % len(_SWATCH_DASHES)]
+    shape = "" if plain or style is None else _SWATCHES[_marker(style)]
     paint = "var(--muted)" if style is None else colour(style)
+    fill = "fill: var(--page); stroke-width: 1.3" if style is not None and hollow(style) else "stroke: none"
     return (
         f'<svg class="swatch" viewBox="0 0 32 12" aria-hidden="true" style="fill: {paint}; stroke: {paint}">'
-        f'<path d="M0 6H32" style="fill: none; stroke-width: 2; stroke-dasharray: {dash or "none"}"/><g style="stroke: none">{marker}</g></svg>'
+        f'<path d="M0 6H32" style="fill: none; stroke-width: 2; stroke-dasharray: {dash or "none"}"/><g style="{fill}">{shape}</g></svg>'
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,12 +11,10 @@ from kvshot_ds.config import Recipe, load_recipe
 from kvshot_ds.errors import KvshotError
 from kvshot_ds.files import read_json
 from kvshot_ds.metrics import Interval, StepCounts
+from kvshot_ds.report.families import UNKNOWN, Drafter, drafter_of, rank, styles
 
-FAMILY_NAMES = {"hidden_only": "hidden-only", "kv_only": "KV-only", "hybrid": "hybrid"}
-_ORDER = list(FAMILY_NAMES)
 # Points a training curve keeps; longer logs are averaged down to it
 _CURVE_POINTS = 300
-UNKNOWN = "not recorded"
 T = TypeVar("T")
 
 
@@ -28,26 +26,6 @@ class Rate:
     num: float
     den: float
     interval: Interval
-
-
-@dataclass(frozen=True)
-class Drafter:
-    """What was trained. init_layers, init_head: what its weights started from."""
-
-    family: str
-    depth: int
-    injection: str | None
-    init_layers: str
-    init_head: str
-    parameters: int | None = None
-
-    @property
-    def family_name(self) -> str:
-        return FAMILY_NAMES.get(self.family, self.family)
-
-    @property
-    def label(self) -> str:
-        return " · ".join([self.family_name, f"depth {self.depth}", *([self.injection] if self.injection else [])])
 
 
 @dataclass(frozen=True)
@@ -104,7 +82,7 @@ class Decoding:
 @dataclass(frozen=True)
 class Run:
     """One trained drafter's folder. scalars: TensorBoard tag -> ((step, value), ...) in ascending steps. origins: command,
-    versions and commit of each stage that left them."""
+    versions and commit of each stage that left them. style: index of its colour, marker and dash everywhere on the page."""
 
     name: str
     folder: Path
@@ -115,12 +93,22 @@ class Run:
     decoding: Decoding | None
     scalars: dict[str, tuple[tuple[float, float], ...]]
     origins: tuple[tuple[str, dict[str, Any]], ...]
+    style: int = 0
 
     @property
     def drafter(self) -> Drafter | None:
-        if self.evaluation:
-            return self.evaluation.drafter
-        return drafter_of(self.recipe) if self.recipe else None
+        """As measured, with what only the recipe tells."""
+        trained = drafter_of(self.recipe) if self.recipe else None
+        if self.evaluation is None:
+            return trained
+        measured = self.evaluation.drafter
+        same = trained is not None and (trained.family, trained.depth, trained.injection) == (measured.family, measured.depth, measured.injection)
+        return replace(measured, config=trained.config, offline=trained.offline) if trained and same else measured
+
+    @property
+    def label(self) -> str:
+        """What its drafter is, in a few words; empty if that is not known."""
+        return self.drafter.label if self.drafter else ""
 
     @property
     def seed(self) -> int | None:
@@ -145,14 +133,14 @@ def gather(recipe: Recipe) -> Work:
     missing = [str(p) for p in folders if not p.is_dir()]
     if missing:
         raise KvshotError(f"report.runs: no such run folder: {', '.join(missing)}; give run folders that `kvshot train` has made, or leave report.runs empty")
-    runs = sorted((read_run(p) for p in folders), key=_rank)
+    runs = sorted((read_run(p) for p in folders), key=lambda run: (*rank(run.drafter), run.name))
     stages = {"prep": recipe.prepared_dir, "capture": recipe.shards_dir}
     return Work(
         folder=recipe.work,
         prepared=_read(recipe.prepared_dir / "summary.json", "kvshot prep", dict),
         manifest=_read(recipe.shards_dir / "manifest.json", "kvshot capture", dict),
         timings=_read(recipe.work / "timings.json", "the commands", _timings),
-        runs=tuple(runs),
+        runs=styled(runs),
         provenance={stage: found for stage, folder in stages.items() if (found := _read(folder / "provenance.json", f"kvshot {stage}", dict)) is not None},
     )
 
@@ -183,23 +171,14 @@ def _origins(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield stage, found
 
 
-def evaluated(runs: tuple[Run, ...]) -> list[tuple[int, Run, Evaluation]]:
-    """The runs with held-out acceptance, each with its index, which is its colour everywhere on the page."""
-    return [(i, run, run.evaluation) for i, run in enumerate(runs) if run.evaluation and run.evaluation.alpha]
+def styled(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """The runs, each with a style that no other one has."""
+    return tuple(replace(run, style=style) for run, style in zip(runs, styles([run.drafter for run in runs]), strict=True))
 
 
-def drafter_of(recipe: Recipe) -> Drafter:
-    """The drafter that a run's resolved recipe trains, before anything is measured of it."""
-    drafter, init = recipe.train.drafter, recipe.train.init
-    kv = getattr(drafter, "kv", None)
-    injection = None if kv is None else kv.injection
-    return Drafter(drafter.family, drafter.depth, injection, init.layers, init.head)
-
-
-def _rank(run: Run) -> tuple[bool, int, bool, int, str]:
-    """Families in the order the page explains them; controls after what they control."""
-    d = run.drafter
-    return (d is None, _ORDER.index(d.family) if d and d.family in _ORDER else len(_ORDER), bool(d and d.injection == "none"), d.depth if d else 0, run.name)
+def evaluated(runs: tuple[Run, ...]) -> list[tuple[Run, Evaluation]]:
+    """The runs with held-out acceptance."""
+    return [(run, run.evaluation) for run in runs if run.evaluation and run.evaluation.alpha]
 
 
 def _read(path: Path, command: str, parse: Callable[[Any], T]) -> T | None:
@@ -227,7 +206,7 @@ def _evaluation(data: Mapping[str, Any]) -> Evaluation:
         raise ValueError("alpha, joint and accept_prob must have one entry per draft step")
     init = drafter["init"] or {"layers": UNKNOWN, "head": UNKNOWN}  # a drafter folder that was not trained here records none
     return Evaluation(
-        drafter=Drafter(drafter["family"], drafter["depth"], drafter["injection"], init["layers"], init["head"], drafter["parameters"]),
+        drafter=Drafter(drafter["family"], drafter["depth"], drafter["injection"], init["layers"], init["head"], drafter["parameters"], init.get("warm_start")),
         target=data["target"]["name"],
         target_digest=data["target"]["digest"],
         conversations=data["data"]["conversations"],

@@ -7,14 +7,19 @@ from kvshot_ds.report.blocks import Block, Cell, Code, Details, Figure, LegendIt
 from kvshot_ds.report.figures import Chart, Series
 from kvshot_ds.report.gather import Decoding, Run
 
-_CURVES = (("train/loss", "loss", "training loss"), ("train/accept_top1/0", "α₀", "α₀ on training rows"), ("gate/mean", "mean gate", "mean gate (hybrids)"))
+_CURVES = (
+    ("train/loss", "loss", "training loss"),
+    ("train/accept_top1/0", "α₀", "α₀ on training rows"),
+    ("gate/mean", "mean gate", "mean gate (hybrids)"),
+    ("gate/share_below_0.05", "share of gates < 0.05", "share of gates below 0.05 (hybrids)"),
+)
 # rows of the table behind the training curves, per run
 _CURVE_ROWS = 12
 
 
 def decoding_blocks(runs: tuple[Run, ...]) -> list[Block]:
     """Real speculative decoding: lossless or not, tau, speed, accepted tokens; runs without it are named."""
-    decoded = [(i, run, run.decoding) for i, run in enumerate(runs) if run.decoding]
+    decoded = [(run, run.decoding) for run in runs if run.decoding]
     gaps: list[Block] = [b.missing(f"decoding with {run.name}", "decode", run.folder) for run in runs if not run.decoding]
     if not decoded:
         return gaps or [b.missing("decoding", "decode")]
@@ -23,13 +28,13 @@ def decoding_blocks(runs: tuple[Run, ...]) -> list[Block]:
         "the target's own generate. Speed is this implementation's on the machine that ran it, over few prompts and without an interval: where generate alone "
         "differs from row to row, so does the machine. A small target on a CPU leaves little to gain."
     )
-    cases = [Details(f"{run.name}: the outputs that differ", (Code("\n".join(map(str, d.cases))),)) for _, run, d in decoded if d.different]
+    cases = [Details(f"{run.name}: the outputs that differ", (Code("\n".join(map(str, d.cases))),)) for run, d in decoded if d.different]
     return [how, *gaps, _decoding_table(decoded), *cases, _joint_figure(decoded)]
 
 
-def _decoding_table(decoded: list[tuple[int, Run, Decoding]]) -> Table:
+def _decoding_table(decoded: list[tuple[Run, Decoding]]) -> Table:
     rows = []
-    for i, run, d in decoded:
+    for run, d in decoded:
         drafted, generate = d.tokens_per_second.get("drafted"), d.tokens_per_second.get("generate")
         ratio = drafted / generate if drafted is not None and generate else None
         total, draft = d.seconds.get("drafted"), d.seconds.get("draft")
@@ -39,7 +44,7 @@ def _decoding_table(decoded: list[tuple[int, Run, Decoding]]) -> Table:
         cells = (
             Cell(run.name, ", ".join(part for part in setting if part)),
             Cell(f"{d.identical} identical", f"{d.different} different", d.identical),
-            Cell(", ".join(map(str, d.histogram)), bars=d.histogram, style=i),
+            Cell(", ".join(map(str, d.histogram)), bars=d.histogram, style=run.style),
             b.measured(d.tau, 2),
             b.counted(d.tokens, f"in {b.integer(d.target_forwards)} forwards"),
             b.shown(drafted, 1),
@@ -47,22 +52,22 @@ def _decoding_table(decoded: list[tuple[int, Run, Decoding]]) -> Table:
             Cell("–" if ratio is None else f"{ratio:.2f}×", value=ratio),
             Cell(b.percent(share), value=share),
         )
-        rows.append(Row(cells, "alarm" if d.different else "", i))
+        rows.append(Row(cells, "alarm" if d.different else "", run.style))
     head = ("drafter", "lossless", "rounds by accepted tokens", "τ", "tokens", "tokens/s drafted", "tokens/s generate", "speed ratio", "time in drafter")
     return Table("Real decoding", head, tuple(rows), words=3)
 
 
-def _joint_figure(decoded: list[tuple[int, Run, Decoding]]) -> Figure:
+def _joint_figure(decoded: list[tuple[Run, Decoding]]) -> Figure:
     """Joint acceptance by step of each run: decoding, and held-out where measured."""
     panels, rows = [], []
-    steps = max(len(d.accept_joint) for _, _, d in decoded)
-    for i, run, d in decoded:
+    steps = max(len(d.accept_joint) for _, d in decoded)
+    for run, d in decoded:
         held = tuple(r.interval.value for r in run.evaluation.joint[: len(d.accept_joint)]) if run.evaluation else ()
         named = (("real decoding", d.accept_joint, False), ("held-out rows", held, True))
-        series = tuple(Series(name, i, tuple(range(len(values))), values, dashed=dashed) for name, values, dashed in named if values)
+        series = tuple(Series(name, run.style, tuple(range(len(values))), values, dashed=dashed) for name, values, dashed in named if values)
         text = f"Joint acceptance of {run.name} by draft step: {' and '.join(s.label for s in series)}."
         panels.append(Panel(run.name, Chart("draft step k", "joint acceptance", series, text, integer_x=True)))
-        rows += [Row((Cell(run.name), Cell(s.label), *b.padded([b.shown(v) for v in s.y], steps)), style=i) for s in series]
+        rows += [Row((Cell(run.name), Cell(s.label), *b.padded([b.shown(v) for v in s.y], steps)), style=run.style) for s in series]
     legend = (LegendItem("real decoding: share of rounds"), LegendItem("held-out, teacher-forced: share of rows", dashed=True))
     data = Table("Joint acceptance by draft step", ("drafter", "measured in", *(f"≤ {k}" for k in range(steps))), tuple(rows), words=2)
     caption = (
@@ -81,35 +86,64 @@ def training_blocks(runs: tuple[Run, ...]) -> list[Block]:
         blocks.append(_training_table(runs))
     panels = []
     for tag, label, title in _CURVES:
-        found = [(i, run.name, run.scalars[tag]) for i, run in enumerate(runs) if run.scalars.get(tag)]
-        series = tuple(Series(name, i, tuple(s for s, _ in points), tuple(None if v != v else v for _, v in points), plain=True) for i, name, points in found)
+        found = [(run, run.scalars[tag]) for run in runs if run.scalars.get(tag)]
+        series = tuple(
+            Series(run.name, run.style, tuple(s for s, _ in points), tuple(None if v != v else v for _, v in points), plain=True) for run, points in found
+        )
         if series:
             panels.append(Panel(title, Chart("optimizer step", label, series, f"{title} over optimizer steps, for {len(series)} runs.")))
     if not panels:
         return [*blocks, b.missing("training curves: no TensorBoard events were found", "train")]
-    legend = tuple(LegendItem(run.name, i, plain=True) for i, run in enumerate(runs) if run.scalars)
-    return [*blocks, Figure("curves", "Training curves, from the TensorBoard logs.", tuple(panels), legend, _curve_table(runs))]
+    legend = tuple(LegendItem(run.name, run.style, plain=True) for run in runs if run.scalars)
+    caption = "Training curves, from the TensorBoard logs. Losses of different objectives have different scales; the table above names each."
+    return [*blocks, Figure("curves", caption, tuple(panels), legend, _curve_table(runs))]
+
+
+def objective_words(run: Run) -> str:
+    """Loss, weights of the steps, rows and what is added, as the run's recipe has them."""
+    if run.recipe is None:
+        return "–"
+    o = run.recipe.train.objective
+    weights = {"geometric": f"weights {o.step_decay:g}ᵏ", "exponential": f"weights exp(−k/{o.gamma:g})", "dpace": "D-PACE weights"}[o.weights]
+    rows = f"{o.anchors} rows of each conversation" if o.anchors else "all rows" if o.row_fraction == 1 else f"{o.row_fraction:.0%} of the rows"
+    added = [f"KV branch × {o.kv_branch_weight:g}"] if o.kv_branch_weight else []
+    added += [f"queries × {o.query_distill_weight:g}"] if o.query_distill_weight else []
+    added += [f"KV gradient × {o.kv_gradient_scale:g}"] if o.kv_gradient_scale != 1 else []
+    return ", ".join([o.loss, f"{o.steps} steps", weights, rows, *added])
 
 
 def _training_table(runs: tuple[Run, ...]) -> Table:
     rows = []
-    for i, run in enumerate(runs):
+    for run in runs:
         if (t := run.train) is None:
             continue
         counts = [b.counted(t.get(key)) for key in ("steps", "tokens", "supervised_rows", "draft_vocab_size")]
         coverage, resumed = t.get("draft_vocab_coverage"), ", ".join(map(str, t.get("resumed_from") or []))
         rest = (Cell(b.percent(coverage), value=coverage), b.counted(t.get("world_size")), Cell(b.duration(t.get("seconds")), value=t.get("seconds")))
-        rows.append(Row((Cell(run.name), b.counted((t.get("parameters") or {}).get("trainable")), *counts, *rest, Cell(resumed or "no")), style=i))
-    head = ("drafter", "trained parameters", "steps", "tokens", "supervised rows", "draft vocabulary", "it covers", "ranks", "time", "resumed from step")
-    return Table("Training runs", head, tuple(rows))
+        cells = (Cell(run.name), Cell(objective_words(run)), b.counted((t.get("parameters") or {}).get("trainable")), *counts, *rest, Cell(resumed or "no"))
+        rows.append(Row(cells, style=run.style))
+    head = (
+        "drafter",
+        "objective",
+        "trained parameters",
+        "steps",
+        "tokens",
+        "supervised rows",
+        "draft vocabulary",
+        "it covers",
+        "ranks",
+        "time",
+        "resumed from step",
+    )
+    return Table("Training runs", head, tuple(rows), words=2)
 
 
 def _curve_table(runs: tuple[Run, ...]) -> Table:
     """A few points of each curve, evenly spaced, the last included."""
     rows = []
-    for i, run in enumerate(runs):
+    for run in runs:
         columns = [dict(run.scalars.get(tag, ())) for tag, _, _ in _CURVES]
         steps = sorted({s for column in columns for s in column})
         chosen = steps[:: -max(1, -(-len(steps) // _CURVE_ROWS))][::-1]
-        rows += [Row((Cell(run.name), b.counted(s), *(b.shown(column.get(s)) for column in columns)), style=i) for s in chosen]
+        rows += [Row((Cell(run.name), b.counted(s), *(b.shown(column.get(s)) for column in columns)), style=run.style) for s in chosen]
     return Table("Evenly spaced points of each curve", ("drafter", "step", *(label for _, label, _ in _CURVES)), tuple(rows))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from kvshot_ds.config import Recipe
 from kvshot_ds.report import blocks as b
 from kvshot_ds.report.acceptance import INIT_HEAD, acceptance_blocks, comparison_blocks
 from kvshot_ds.report.blocks import Block, Bullets, Cell, Code, Details, Facts, Row, Section, Table, Text
-from kvshot_ds.report.compare import BIGRAM, Comparison, against_bigram, against_control, against_hidden
-from kvshot_ds.report.gather import UNKNOWN, Drafter, Run, Work, evaluated
+from kvshot_ds.report.compare import BIGRAM, Comparison, comparisons
+from kvshot_ds.report.families import UNKNOWN, Drafter
+from kvshot_ds.report.gather import Run, Work, evaluated
 from kvshot_ds.report.paper import paper_section
 from kvshot_ds.report.running import decoding_blocks, training_blocks
 
@@ -22,6 +24,11 @@ _SEEDS = "Intervals are over held-out conversations only, not over training seed
 _INIT_LAYERS = {"random": "at random, N(0, 0.02)", "target": "from the target's layers"}
 _DEFINITIONS = (
     ("αₖ", "step-wise acceptance: share of the held-out rows supervised at draft step k whose draft arg-max is the target's; teacher-forced"),
+    ("step by step", "one forward for each proposal, each given the token before it; αₖ is measured with the true tokens"),
+    (
+        "block-wise",
+        "one forward for all proposals: of the tokens it is given only the one at t + 1, so αₖ is not the same question at k > 0; compare joint MAT and τ",
+    ),
     ("jointₖ", "share of those rows that are right at all steps up to k"),
     ("under sampling", "mean Σ min(p, q): the probability that a sampled draft token is accepted (arXiv 2211.17192)"),
     ("MAT", "1 + Σₖ (α₀ · α₁ · … · αₖ): tokens per round if steps were independent (the paper's number, arXiv 2604.26412)"),
@@ -35,16 +42,14 @@ _DEFINITIONS = (
 
 def build_sections(work: Work, recipe: Recipe) -> list[Section]:
     """All sections in reading order."""
-    target = next((e.target for _, _, e in evaluated(work.runs)), recipe.target.path.name)
+    target = next((e.target for _, e in evaluated(work.runs)), recipe.target.path.name)
     commands = {run.name: f"kvshot eval {shlex.quote(str(run.folder / 'recipe.yaml'))}" for run in work.runs}
-    others = (against_control, against_hidden)
-    comparisons = [against_bigram(run, commands[run.name]) for run in work.runs]
-    comparisons += [c for against in others for run in work.runs for c in against(run, work.runs, recipe.eval, commands)]
+    found = comparisons(work.runs, recipe.eval, commands)
     return [
-        Section("glance", "At a glance", _glance(work.runs, comparisons)),
+        Section("glance", "At a glance", _glance(work.runs, found)),
         Section("what", "What was measured", _what(work, recipe, target)),
         Section("acceptance", "Held-out acceptance", acceptance_blocks(work.runs)),
-        Section("comparisons", "Comparisons", comparison_blocks(comparisons)),
+        Section("comparisons", "Comparisons", comparison_blocks(found)),
         Section("decoding", "Real speculative decoding", decoding_blocks(work.runs)),
         Section("training", "Training", training_blocks(work.runs)),
         paper_section(work.runs, target),
@@ -54,18 +59,20 @@ def build_sections(work: Work, recipe: Recipe) -> list[Section]:
     ]
 
 
-def _glance(runs: tuple[Run, ...], comparisons: list[Comparison]) -> list[Block]:
+def _glance(runs: tuple[Run, ...], found: list[Comparison]) -> list[Block]:
     """The findings in sentences, each with its number."""
     items = []
-    for _, run, e in evaluated(runs):
+    for run, e in evaluated(runs):
         first, last = e.alpha[0], e.alpha[-1]
         shares = f"right on {b.percent(first.interval.value)} of the held-out rows at draft step 0, on {b.percent(last.interval.value)} at step {last.k}"
-        items.append(f"{run.name} ({e.drafter.label}): {shares}; MAT {b.number(e.mat.value, 2)}, joint MAT {b.number(e.mat_joint.value, 2)}.")
-    for c in comparisons:
+        items.append(f"{run.name} ({run.label}): {shares}; MAT {b.number(e.mat.value, 2)}, joint MAT {b.number(e.mat_joint.value, 2)}.")
+    pairs: dict[tuple[str, str], list[Comparison]] = {}
+    for c in found:
         if c.difference and c.verdict != "not measured":
-            than = "from" if c.verdict == "not told apart" else "than"
-            numbers = f"{b.signed(c.difference.value)}, {c.confidence:.0%} interval {b.bounds(c.difference)}"
-            items.append(f"{c.metric} of {c.first} is {c.verdict} {than} that of {'the ' if c.second == BIGRAM else ''}{c.second} ({numbers}).")
+            pairs.setdefault(("", BIGRAM) if c.second == BIGRAM else (c.first, c.second), []).append(c)
+    for (name, other), group in pairs.items():
+        opening = f"{name} against {other}" if name else f"α₀ against the {BIGRAM}"
+        items.append(f"{opening}: {'; '.join(_verdict(c) for c in group)}.")
     decoded = [run.decoding for run in runs if run.decoding]
     same, different = sum(d.identical for d in decoded), sum(d.different for d in decoded)
     if same and not different:
@@ -76,10 +83,17 @@ def _glance(runs: tuple[Run, ...], comparisons: list[Comparison]) -> list[Block]
     return blocks
 
 
+def _verdict(c: Comparison) -> str:
+    """The verdict with its number; of a comparison with the bigram table whose it is, of others the metric."""
+    assert c.difference
+    numbers = f"{b.signed(c.difference.value)}, {c.confidence:.0%} interval {b.bounds(c.difference)}"
+    return f"{c.first if c.second == BIGRAM else c.metric} {c.verdict} ({numbers})"
+
+
 def _seeds(runs: tuple[Run, ...]) -> str:
     seeds = {run.seed for run in runs if run.seed is not None}
-    drafters = [run.drafter for run in runs if run.drafter]
-    if len(set(drafters)) < len(drafters) and len(seeds) > 1:
+    labels = [run.label for run in runs if run.drafter]
+    if len(set(labels)) < len(labels) and len(seeds) > 1:
         return _SEEDS
     return f"{ONE_SEED} Training seed: {seeds.pop()}." if len(seeds) == 1 else ONE_SEED
 
@@ -89,13 +103,17 @@ def init_words(drafter: Drafter) -> str:
     if drafter.init_layers == UNKNOWN:
         return "what its weights started from is not recorded"
     layers, head = _INIT_LAYERS.get(drafter.init_layers, drafter.init_layers), INIT_HEAD.get(drafter.init_head, drafter.init_head)
-    return f"layers start {layers}; " + (f"draft head and final norm start from {head}" if drafter.init_head == "target" else f"draft head starts at {head}")
+    warm = f"; then tensors of {Path(drafter.warm_start).name} took their place" if drafter.warm_start else ""
+    if drafter.blockwise:
+        return f"layers start {layers}; the head is the target's, frozen; the final norm starts from the target's{warm}"
+    said = f"draft head and final norm start from {head}" if drafter.init_head == "target" else f"draft head starts at {head}"
+    return f"layers start {layers}; {said}{warm}"
 
 
 def _what(work: Work, recipe: Recipe, target: str) -> list[Block]:
-    digests = {e.target_digest[:16] for _, _, e in evaluated(work.runs)}
+    digests = {e.target_digest[:16] for _, e in evaluated(work.runs)}
     facts = [("target", f"{target}, weights digest {', '.join(sorted(digests))}" if digests else target), *_data_facts(work, recipe)]
-    facts += [(run.name, f"{run.drafter.label}; {init_words(run.drafter)}") for run in work.runs if run.drafter]
+    facts += [(run.name, _sentences(run.label, run.drafter.text, init_words(run.drafter))) for run in work.runs if run.drafter]
     blocks: list[Block] = [Text(recipe.report.note, "note")] if recipe.report.note else []
     blocks.append(Facts(tuple(facts)))
     conversations = split_counts(work, "train").get("samples")
@@ -115,6 +133,10 @@ def _what(work: Work, recipe: Recipe, target: str) -> list[Block]:
     return blocks
 
 
+def _sentences(label: str, *parts: str) -> str:
+    return " ".join([f"{label}.", *(f"{part[0].upper()}{part[1:]}." for part in parts if part)])
+
+
 def _data_facts(work: Work, recipe: Recipe) -> list[tuple[str, str]]:
     facts = []
     for split, name in (("train", "training data"), ("heldout", "held-out data")):
@@ -126,7 +148,7 @@ def _data_facts(work: Work, recipe: Recipe) -> list[tuple[str, str]]:
         tokens, rows = (_range(t.get(key) for t in trained) for key in ("tokens", "supervised_rows"))
         facts.append(("trained on", f"{tokens} tokens, {rows} supervised rows in each run, all passes counted"))
     if measured := evaluated(work.runs):
-        conversations, rows = _range(e.conversations for _, _, e in measured), _range(e.alpha[0].den for _, _, e in measured)
+        conversations, rows = _range(e.conversations for _, e in measured), _range(e.alpha[0].den for _, e in measured)
         facts.append(("measured on", f"{conversations} held-out conversations, {rows} rows supervised at draft step 0"))
     return facts
 
@@ -158,11 +180,11 @@ def _time(work: Work) -> list[Block]:
         "prep": ((work.prepared or {}).get("seconds"), "", None),
         "capture": ((work.manifest or {}).get("seconds"), "summed over workers", None),
     }
-    for i, run in enumerate(work.runs):
+    for run in work.runs:
         decode = run.decoding.seconds if run.decoding else {}
-        inside[f"train {run.name}"] = ((run.train or {}).get("seconds"), "", i)
-        inside[f"eval {run.name}"] = (run.evaluation.seconds if run.evaluation else None, "", i)
-        inside[f"decode {run.name}"] = (decode.get("drafted"), f"generate alone: {b.duration(decode.get('generate'))}", i)
+        inside[f"train {run.name}"] = ((run.train or {}).get("seconds"), "", run.style)
+        inside[f"eval {run.name}"] = (run.evaluation.seconds if run.evaluation else None, "", run.style)
+        inside[f"decode {run.name}"] = (decode.get("drafted"), f"generate alone: {b.duration(decode.get('generate'))}", run.style)
     rows = []
     for stage in dict.fromkeys([*whole, *inside]):
         seconds, sub, style = inside.get(stage, (None, "", None))

@@ -23,13 +23,26 @@ RUNS: dict[str, dict[str, Any]] = {
     "c_none": {"family": "kv_only", "depth": 2, "kv": {"injection": "none"}},
     "d_hybrid": {"family": "hybrid", "depth": 1, "kv": {"injection": "linear_rope"}},
 }
+KV = {"kv": {"injection": "linear_rope"}}
+MANY: dict[str, dict[str, Any]] = {
+    "hidden_only": {"family": "hidden_only", "depth": 1},
+    "mtp": {"family": "hidden_only", "depth": 1, "hidden_layers": "last"},
+    "kv_only": {"family": "kv_only", "depth": 2, **KV},
+    "kv_none": {"family": "kv_only", "depth": 2, "kv": {"injection": "none"}},
+    "hybrid": {"family": "hybrid", "depth": 1, **KV},
+    "dflash": {"family": "dflash", "depth": 2, "block_size": 8},
+    "kv_block": {"family": "kv_block", "depth": 2, "block_size": 8, **KV},
+    "hybrid_block": {"family": "hybrid_block", "depth": 2, "block_size": 8, **KV, "gate": {"kind": "scalar", "init": "bias:-1"}},
+}
 RATES = {"a_hidden": (0.40, 0.86), "b_kv": (0.36, 0.99), "c_none": (0.24, 1.0), "d_hybrid": (0.42, 0.9)}
 
 
-def recipe_for(work: Path, name: str = "demo", drafter: dict[str, Any] | None = None, report: dict[str, Any] | None = None) -> Recipe:
+def recipe_for(
+    work: Path, name: str = "demo", drafter: dict[str, Any] | None = None, report: dict[str, Any] | None = None, train: dict[str, Any] | None = None
+) -> Recipe:
     data: dict[str, Any] = {"name": name, "work": work, "target": {"path": "/models/some-target"}, "eval": {"bootstrap": 200}, "report": report or {}}
     if drafter:
-        data["train"] = {"drafter": drafter}
+        data["train"] = {"drafter": drafter, **(train or {})}
     return Recipe.model_validate(data)
 
 
@@ -75,8 +88,8 @@ def write_eval(folder: Path, name: str, drafter: dict[str, Any], target: str) ->
     write_json(folder / "eval_conversations.json", {"keys": [f"c{i}" for i in range(CONVERSATIONS)], **lines})
 
 
-def write_run(work: Path, name: str, drafter: dict[str, Any], target: str = "Some-Target") -> Path:
-    """A complete run folder without event files."""
+def write_run(work: Path, name: str, drafter: dict[str, Any], target: str = "Some-Target", options: dict[str, Any] | None = None) -> Path:
+    """A complete run folder without event files. options: of training, besides the drafter."""
     folder = work / "runs" / name
     write_eval(folder, name, drafter, target)
     train = {"status": "complete", "steps": 60, "seconds": 61.5, "tokens": 5150, "supervised_rows": 4040, "parameters": {"trainable": 1200000}}
@@ -102,7 +115,7 @@ def write_run(work: Path, name: str, drafter: dict[str, Any], target: str = "Som
         "target_forwards": 114,
     }
     write_json(folder / "decode.json", {**decode, **rounds, **speed})
-    write_atomic(folder / "recipe.yaml", dump_recipe(recipe_for(work, "run", drafter)))
+    write_atomic(folder / "recipe.yaml", dump_recipe(recipe_for(work, "run", drafter, train=options)))
     write_json(
         folder / "provenance.json",
         {"command": ["kvshot", "train", f"recipes/{name}.yaml"], "versions": {"python": "3.11.2", "torch": "2.13.0"}, "git_commit": "abc123"},
@@ -135,6 +148,18 @@ def work(tmp_path: Path) -> Path:
     for stage, command in (("prepared", "prep"), ("features", "capture")):
         write_json(folder / stage / "provenance.json", {"command": ["kvshot", command, "base.yaml"], "versions": {"torch": "2.12.0"}, "git_commit": None})
     write_json(folder / "timings.json", {"prep": 121.5, "capture": 34.0, "train a_hidden": 66.0})
+    return folder
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Path:
+    """A run of every recipe of the small target, without event files; three of them block-wise, with an objective of their own."""
+    folder = tmp_path / "many"
+    for name, drafter in MANY.items():
+        objective = {"anchors": 48, "weights": "exponential"} if "block_size" in drafter else {}
+        write_run(folder, name, drafter, options={"objective": objective})
+    splits = {name: {"samples": n, "tokens": 100 * n, "rows": 80 * n} for name, n in (("train", 216), ("heldout", 24))}
+    write_json(folder / "features" / "manifest.json", {"format": "kvshot-features/1", "target_name": "Some-Target", "splits": splits})
     return folder
 
 

@@ -12,7 +12,7 @@ from kvshot_ds.files import write_json
 from kvshot_ds.report import build
 from kvshot_ds.report.sections import ONE_SEED
 
-from .conftest import RUNS, read, recipe_for, write_run
+from .conftest import MANY, RUNS, read, recipe_for, write_run
 
 HOSTILE = "<script>alert(1)</script>\"><img src=x onerror=alert(2)>'&amp;{{ 7*7 }}$x_0$"
 
@@ -120,7 +120,7 @@ def test_one_conversation_has_no_interval(work, build_page):
         part["low"] = part["high"] = None
     write_json(folder / "eval.json", result)
     text = build_page(recipe_for(work)).text
-    assert "no interval" in text and "α₀ of a_hidden is not told apart from that of the bigram table" in text
+    assert "no interval" in text and "α₀ against the bigram table: a_hidden not told apart (" in text
 
 
 def test_hostile_names_stay_text(work, build_page):
@@ -143,6 +143,24 @@ def test_chosen_runs_only_and_in_order(work, build_page):
     only = build_page(recipe_for(work, report={"runs": [str(work / "runs" / "b_kv")]})).text
     assert "a_hidden (" not in only and "no control among the runs" in only
     assert "Run kvshot train" in only and "name=b_kv-none train.drafter.kv.injection=none" in only
+
+
+def test_eight_drafters_are_told_apart(many, build_page):
+    page = build_page(recipe_for(many))
+    html = (many / "report" / "index.html").read_text(encoding="utf-8")
+    legend = html.split('id="fig-alpha"')[1].split("</ul>")[0]
+    swatches = re.findall(r'<svg class="swatch".*?</svg>', legend, flags=re.DOTALL)
+    assert len(swatches) == len(set(swatches)) == len(MANY) + 1  # and the bigram table
+    panels = html.split('id="fig-alpha"')[1].split("<details>")[0]
+    assert re.findall(r"<h3>(.*?)</h3>", panels) == ["step by step", "block by block"]
+    assert "hybrid_block: hybrid block · depth 2 · linear_rope · gate scalar, bias:-1 · blocks of 8" in page.text
+    assert "mtp hidden-only, last layer · depth 1. Reads the target's fused hidden states" in page.text
+    assert "kv_block against kv_only: α₀" in page.text and "dflash against hidden_only: α₀" in page.text and "by α₀ and joint MAT" in page.text
+    assert page.text.count("1.2 M with its own head") == 5 and page.text.count("1.2 M target's head, frozen") == 3
+    assert "dflash soft_ce, 7 steps, weights exp(−k/4), 48 rows of each conversation" in page.text
+    assert "the head is the target's, frozen" in page.text
+    glance = html.split('id="glance"')[1].split("</ul>")[0]
+    assert glance.count("<li>") == len(MANY) + 1 + 9 + 1  # each run, the bigram table, each pair, decoding
 
 
 def test_a_report_is_replaced_whole(work, build_page):

@@ -12,11 +12,11 @@ import pytest
 from kvshot_ds import metrics
 from kvshot_ds.metrics import Interval, StepCounts
 from kvshot_ds.report import blocks, figures, gather
-from kvshot_ds.report.compare import Comparison, against_bigram, against_control, common
+from kvshot_ds.report.compare import Comparison, against_bigram, against_controls, common
 from kvshot_ds.report.gather import Conversations, read_run
 from kvshot_ds.report.paper import counterpart, paper_rows
 
-from .conftest import HOW, read, recipe_for
+from .conftest import HOW, MANY, read, recipe_for, write_run
 
 
 def chart(**changes):
@@ -43,6 +43,21 @@ def test_twenty_four_series_can_be_told_apart():
     assert len(drawn) == 24
     colourless = {re.sub(r"var\(--c\d\)", "", figures.swatch(i)) for i in range(24)}
     assert len(colourless) == 24, "without colour they still differ by marker and dash"
+
+
+def test_intervals_are_bands_until_they_would_hide_each_other():
+    def drawn(count, **changes):
+        series = tuple(figures.Series(str(i), i, (0, 1), (0.4, 0.3), (0.3, 0.2), (0.5, 0.4)) for i in range(count))
+        made = chart(series=series, **changes)
+        return figures.lines(made, "f", 350, 260), figures.shifts(made)
+
+    few, stay = drawn(3)
+    many, moved = drawn(4)
+    band, bar = "fill-opacity: 0.16", "stroke-opacity: 0.75"
+    assert band in few and bar not in few and stay == [0, 0, 0]
+    assert bar in many and band not in many
+    assert moved == pytest.approx([-0.1875, -0.0625, 0.0625, 0.1875])
+    assert drawn(4, integer_x=False)[1] == [0] * 4, "optimizer steps are not moved"
 
 
 def test_bars_are_as_high_as_their_counts():
@@ -84,12 +99,12 @@ def test_conversations_are_paired_by_key_not_by_place():
 def test_control_comparison_equals_the_paired_difference(work):
     runs = tuple(read_run(work / "runs" / name) for name in ("a_hidden", "b_kv", "c_none"))
     options, commands = recipe_for(work).eval, {run.name: "kvshot eval x" for run in runs}
-    first, second = against_control(runs[1], runs, options, commands)
+    first, second = against_controls(runs[1], runs, options, commands)
     ours, control = (run.conversations.counts for run in runs[1:])
     assert first.difference == metrics.paired_difference(ours, control, metrics.alpha_at(0), **HOW)
     assert second.difference == metrics.paired_difference(ours, control, metrics.mat_of, **HOW)
     assert (first.verdict, second.metric, first.reason, first.conversations) == ("higher", "MAT", "", 24)
-    assert against_control(runs[0], runs, options, commands) == against_control(runs[2], runs, options, commands) == []
+    assert against_controls(runs[0], runs, options, commands) == against_controls(runs[2], runs, options, commands) == []
     assert against_bigram(runs[0], "").difference.value == read(work / "runs" / "a_hidden" / "eval.json")["against"][0]["difference"]
 
 
@@ -97,7 +112,7 @@ def test_a_control_trained_otherwise_is_said_so(work):
     path = work / "runs" / "c_none" / "train.json"
     path.write_text(path.read_text(encoding="utf-8").replace('"steps": 60', '"steps": 50'), encoding="utf-8")
     runs = tuple(read_run(work / "runs" / name) for name in ("b_kv", "c_none"))
-    found = against_control(runs[0], runs, recipe_for(work).eval, {})
+    found = against_controls(runs[0], runs, recipe_for(work).eval, {})
     assert found[0].reason == "not trained alike: steps 60 and 50"
 
 
@@ -109,8 +124,8 @@ def test_the_control_of_the_same_seed_is_taken(work):
     (other / "recipe.yaml").write_text(text.replace("  seed: 0\n", "  seed: 1\n"), encoding="utf-8")
     runs = tuple(read_run(work / "runs" / name) for name in ("b_kv", "c_none", "c_none_seed1"))
     options = recipe_for(work).eval
-    assert {c.second for c in against_control(runs[0], runs, options, {})} == {"c_none"}
-    assert [c.reason for c in against_control(runs[0], runs[::2], options, {})] == ["not trained alike: seed 0 and 1"] * 2
+    assert {c.second for c in against_controls(runs[0], runs, options, {})} == {"c_none"}
+    assert [c.reason for c in against_controls(runs[0], runs[::2], options, {})] == ["not trained alike: seed 0 and 1"] * 2
 
 
 def test_after_a_resume_the_later_value_of_a_step_counts(tmp_path):
@@ -146,6 +161,30 @@ def test_runs_find_their_rows_in_the_paper(work):
     assert {name: row.mat for name, row in found.items() if row} == {"a_hidden": 2.37, "b_kv": 2.23, "d_hybrid": 2.44}
 
 
+def test_only_what_the_paper_has_stands_beside_it(many):
+    rows = paper_rows()
+    found = {run.name: counterpart(run, rows) for run in gather.gather(recipe_for(many)).runs}
+    assert {name: (row.family, row.variant) for name, row in found.items() if row} == {
+        "hidden_only": ("hidden_only", "eagle3"),
+        "kv_only": ("kv_only", "linear_rope"),
+        "hybrid": ("hybrid", "scratch"),
+    }
+    for name, options, train, expected in (
+        ("warm", MANY["hybrid"], {"init": {"warm_start": "x"}}, ("hybrid", "warm_start")),
+        ("cross", MANY["hybrid"] | {"cross_only": True}, {}, ("cross_only", "scratch")),
+        ("offline", MANY["kv_only"], {"objective": {"drift": "offline"}}, None),
+        ("mlp", MANY["kv_only"] | {"kv": {"projector": "mlp"}}, {}, None),
+        ("normed", MANY["kv_only"] | {"kv": {"qk_norm": True}}, {}, None),
+        ("hidden_kv", MANY["kv_only"] | {"kv": {"injection": "hidden_to_kv"}}, {}, None),
+    ):
+        folder = write_run(many, name, options, options=train)
+        path = folder / "eval.json"
+        if "init" in train:
+            path.write_text(path.read_text(encoding="utf-8").replace('"head": "target"', '"head": "target", "warm_start": "x"'), encoding="utf-8")
+        row = counterpart(read_run(folder), rows)
+        assert (row and (row.family, row.variant)) == expected, name
+
+
 def test_numbers_are_written_plainly():
     assert blocks.number(-0.12345) == "−0.123" and blocks.number(None) == "–" and blocks.signed(0.1, 2) == "+0.10"
     assert blocks.bounds(Interval(0, -0.1, 0.1), 1) == "−0.1 to 0.1" and blocks.bounds(Interval(1, 0.5, 1.5), 1) == "0.5–1.5"
@@ -154,4 +193,4 @@ def test_numbers_are_written_plainly():
 
 
 def test_every_dash_has_its_swatch():
-    assert len(figures._DASHES) == len(figures._SWATCH_DASHES) and len(figures._MARKERS) == len(figures._SWATCHES) == figures._COLOURS
+    assert len(figures._DASHES) == len(figures._SWATCH_DASHES) and len(figures._MARKERS) == len(figures._SWATCHES) == figures.COLOURS
