@@ -5,16 +5,34 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvshot_ds.config import Recipe
 
-DRAFTERS = {
+# Every family, injection and gate at least once, as small as they come.
+DRAFTERS: dict[str, dict[str, Any]] = {
     "hidden_only": {"family": "hidden_only"},
+    "eagle31": {"family": "hidden_only", "depth": 2, "fc_norm": True, "norm_output": True, "hidden_layers": "all"},
+    "mtp": {"family": "hidden_only", "hidden_layers": "last"},
     "kv_only": {"family": "kv_only", "depth": 2},
+    "kv_only-none": {"family": "kv_only", "kv": {"injection": "none"}},
+    "kv_only-head_concat": {"family": "kv_only", "kv": {"injection": "head_concat"}},
+    "kv_only-linear": {"family": "kv_only", "kv": {"injection": "linear"}},
+    "kv_only-per_layer": {"family": "kv_only", "kv": {"injection": "per_layer", "layers": (2, 4)}},
+    "kv_only-hidden_to_kv": {"family": "kv_only", "kv": {"injection": "hidden_to_kv"}},
+    "kv_only-mlp_norm": {"family": "kv_only", "depth": 1, "kv": {"projector": "mlp_norm", "qk_norm": True}},
     "hybrid": {"family": "hybrid"},
+    "hybrid-per_head": {"family": "hybrid", "gate": {"kind": "per_head"}},
+    "hybrid-scalar": {"family": "hybrid", "depth": 2, "gate": {"kind": "scalar", "init": "bias:-1"}},
+    "hybrid-no_gate": {"family": "hybrid", "gate": {"kind": "none", "init": "zero_delta"}},
+    "cross_only": {"family": "hybrid", "cross_only": True},
+    "dflash": {"family": "dflash", "depth": 2, "block_size": 4, "mask_token_id": 3},
+    "kv_block": {"family": "kv_block", "depth": 2, "block_size": 5},
+    "hybrid_block": {"family": "hybrid_block", "depth": 2, "block_size": 4},
 }
 
 
@@ -37,7 +55,7 @@ def smollm2_target() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_features(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
-    """Feature shards of 42 + 9 short conversations with the tiny target."""
+    """Feature shards of 42 + 9 short conversations with the tiny target: everything any drafter reads, but layer 0's KV and most queries."""
     from data_prep.orchestrate import run
     from kvshot_ds.target import load_geometry
 
@@ -53,16 +71,13 @@ def tiny_features(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -
         (work / "prepared").mkdir(exist_ok=True)
         (work / "prepared" / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
     (work / "prepared" / "summary.json").write_text("{}")
-    run(
-        Recipe.model_validate(
-            {"name": "data", "work": work, "target": {"path": tiny_target, "dtype": "fp32", "device": "cpu"}, "capture": {"conversations_per_shard": 16}}
-        )
-    )
+    capture = {"conversations_per_shard": 16, "features": {"hidden_layers": "all", "kv_layers": [1, 2, 3, 4, 5], "query_layers": "eagle3"}}
+    run(Recipe.model_validate({"name": "data", "work": work, "target": {"path": tiny_target, "dtype": "fp32", "device": "cpu"}, "capture": capture}))
     return work / "features"
 
 
 @pytest.fixture
-def recipe(tiny_features: Path, tiny_target: Path, tmp_path: Path, one_rank: None):
+def recipe(tiny_features: Path, tiny_target: Path, tmp_path: Path, one_rank: None) -> Callable[..., Recipe]:
     """recipe(name, family, train options) -> Recipe with its own work folder over the shared shards."""
 
     def make(name: str = "run", drafter: str | dict = "hidden_only", **train: object) -> Recipe:

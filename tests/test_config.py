@@ -233,6 +233,7 @@ def test_the_table_says_type_default_and_condition() -> None:
         ("objective: {query_distill_weight: 1}", "needs a drafter that queries the target's KV cache"),
         ("{drafter: {family: kv_only, kv: {injection: hidden_to_kv}}, objective: {query_distill_weight: 1}}", "needs a drafter that queries"),
         ("objective: {anchors: 4, row_fraction: 0.5}", "both choose rows"),
+        ("objective: {anchors: 4, drift: offline}", "whose rows lie together"),
         ("init: {tensors: ['fc.*']}", "name a drafter in init.warm_start"),
     ],
 )

@@ -107,6 +107,25 @@ def test_damaged_or_other_features_are_not_mistaken_for_the_ones_measured(traine
         evaluation.run(trained)
 
 
+def test_what_was_optimised_plays_no_part_and_a_block_is_not_asked_for_more_than_it_proposes(recipe, capsys):
+    r = recipe("block", {"family": "dflash", "depth": 1, "block_size": 4}, max_steps=2, objective={"steps": 2, "anchors": 1, "weights": "dpace"})
+    train(r)
+
+    def under(**objective):
+        return r.model_copy(update={"train": r.train.model_copy(update={"objective": ObjectiveConfig(**objective)})})
+
+    (first,) = evaluation.run(r)
+    heldout = ShardSet.open(r.shards_dir, "heldout")
+    plans = [plan_rows(collate([heldout.read(i)]), 2) for i in range(len(heldout))]
+    assert [a["den"] for a in first["alpha"]] == torch.stack([p.valid.sum(1) for p in plans]).sum(0).tolist()  # every row, not those drawn in training
+    capsys.readouterr()
+    assert evaluation.run(under(steps=2, loss="hard_ce", drift="offline")) == [first] and "already evaluated" in capsys.readouterr().out
+    (longer,) = evaluation.run(under(steps=3))
+    assert longer["alpha"][:2] == first["alpha"] and len(longer["alpha"]) == 3
+    with pytest.raises(ConfigError, match=r"blocks of 4 tokens propose 3.*train\.objective\.steps=3"):
+        evaluation.run(under(steps=4))
+
+
 def test_refusals(recipe, trained, tmp_path):
     with pytest.raises(KvshotError, match="no trained drafter here"):
         evaluation.run(recipe("nothing"))

@@ -74,6 +74,8 @@ class ObjectiveConfig(Section):
     def _one_choice_of_rows(self) -> ObjectiveConfig:
         if self.anchors and self.row_fraction < 1:
             raise ValueError(f"anchors={self.anchors} and row_fraction={self.row_fraction} both choose rows; leave one at its default")
+        if self.anchors and self.drift == "offline":
+            raise ValueError("drift=offline takes its later steps from the rows that follow: use row_fraction, whose rows lie together, instead of anchors")
         return self
 
 

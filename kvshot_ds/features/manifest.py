@@ -175,7 +175,7 @@ def require(manifest: Manifest, needed: FeatureSpec, target_digest: str) -> None
         options = [f"'capture.features.{name}={chosen or 'none'}'" for name, chosen in layers.items() if chosen or name != "query_layers"]
         options.append(f"capture.features.teacher={needed.teacher if has.teacher == 'none' else has.teacher}")
         command = f"kvshot capture RECIPE {' '.join(options)} shards=NEW_FOLDER"
-        raise ConfigError(f"the features lack {', '.join(missing)}, which the drafter reads; capture them: {command}")
+        raise ConfigError(f"the features lack {', '.join(missing)}, which this run reads; capture them: {command}")
 
 
 def save_token_counts(folder: Path, counts: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ assistant turn, so the first row of an answer is the last prompt token: serving 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
@@ -89,16 +90,16 @@ def _chosen(rows: npt.NDArray[np.int64], fraction: float, anchors: int, rng: np.
 def plan_rows(batch: Batch, steps: int, fraction: float = 1.0, seed: int = 0, anchors: int = 0, offline: bool = False) -> RowPlan:
     """Plans K = `steps` draft steps over the supervised rows of `batch` (on the CPU).
 
-    Or over a `fraction` of them in contiguous runs, or over `anchors` random rows of each conversation, drawn with `seed`.
+    Or over a `fraction` of them in contiguous runs, or over `anchors` random rows of each conversation, drawn with `seed` and its key.
     offline: a (step, row) pair counts only if the row anchored k positions later is planned too; it stands in for it.
     """
-    rng = np.random.default_rng(seed)
     tokens, turn = batch.tokens.numpy(), batch.turn.numpy()
     starts = np.concatenate(([0], np.cumsum(batch.lengths)))
     spans_all, spans_rows, runs, owners = [], [], [], []
     count = 0
     for c, (lo, hi) in enumerate(pairwise(starts)):
         spans_all.append(Span(int(lo), int(hi - lo), int(lo), int(lo)))
+        rng = np.random.default_rng((seed, zlib.crc32(batch.keys[c].encode())))  # the same rows, however conversations are grouped
         for run in _chosen(supervised_rows(turn[lo:hi]) + lo, fraction, anchors, rng):
             spans_rows.append(Span(count, len(run), int(lo), int(run[0])))
             runs.append(run)

@@ -86,9 +86,9 @@ class _Steps(Dataset[list[MicroBatch]]):
         plan = self.schedule.step(number)
         stand_in = next(slot for rank in plan.slots for slot in rank if slot)
         out = []
-        for micro, slot in enumerate(plan.slots[self.rank]):
+        seed = self.schedule.seed * 1_000_003 + number
+        for slot in plan.slots[self.rank]:
             batch = collate([self.shards.read(i, self.keys) for i in slot or stand_in[:1]])
-            seed = (self.schedule.seed * 1_000_003 + number) * 4096 + micro * self.schedule.world + self.rank
             o = self.objective
             out.append(MicroBatch(batch, plan_rows(batch, o.steps, o.row_fraction, seed, o.anchors, o.drift == "offline"), bool(slot)))
         return out

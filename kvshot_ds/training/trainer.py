@@ -39,7 +39,7 @@ _LOWER = "try a lower train.optim.lr, under another name"
 class Setup:
     """Everything that is settled before the first step. coverage: share of the train labels inside the draft vocabulary.
 
-    warm: what was taken from another drafter, if any.
+    warm: what this start took from another drafter; a resumed run takes nothing, its checkpoint holds all weights.
     """
 
     recipe: Recipe
@@ -124,14 +124,16 @@ def prepare(recipe: Recipe, world: World) -> Setup:
     drafter.set_vocab(ids)
     drafter = drafter.to(world.device)  # initialised in fp32, on every rank alike
     initialise(drafter, config.init, parts, config.seed)
-    warm = warm_start(drafter, config.init.warm_start, config.init.tensors, target_digest) if config.init.warm_start else None
+    fresh = not checkpoint.exists(recipe.run_dir / "checkpoints")
+    warm = warm_start(drafter, config.init.warm_start, config.init.tensors, target_digest) if config.init.warm_start and fresh else None
     drafter.bind(parts.embedding, parts.head)
     equip(drafter.to(dtype), config, ds_config, schedule.steps)
     objective = Objective(drafter, config.objective, parts.head)
     engine = make_engine(objective, config, ds_config, world, schedule.accumulation, schedule.steps)
-    if world.rank == 0 and not checkpoint.exists(recipe.run_dir / "checkpoints"):
+    if world.rank == 0 and fresh:
         warm_digest = warm.digest if warm else ""
-        stamp(recipe.run_dir, recipe, train_digest=run_digest(recipe, shards, target_digest, warm_digest), warm_digest=warm_digest)
+        train_digest = run_digest(recipe, shards, target_digest, warm_digest)
+        stamp(recipe.run_dir, recipe, train_digest=train_digest, warm_digest=warm_digest, warm_start=warm.to_json() if warm else None)
     dist.barrier()
     return Setup(recipe, world, shards, schedule, objective, engine, float(counts[ids].sum() / counts.sum().clamp_min(1)), warm)
 
@@ -232,7 +234,7 @@ def optimizer_step(s: Setup, micro_batches: list[MicroBatch], meter: Meter) -> N
     divides by ranks and micro-steps, which is multiplied back here.
     """
     device, dtype = s.world.device, s.drafter.norm.weight.dtype
-    rows = torch.tensor([sum(m.plan.supervised for m in micro_batches if m.counted)], dtype=torch.float32).to(device, non_blocking=True)
+    rows = torch.full((1,), float(sum(m.plan.supervised for m in micro_batches if m.counted)), device=device)
     dist.all_reduce(rows)
     normaliser = rows.clamp_min(1) / (s.world.size * len(micro_batches))
     for micro in micro_batches:
@@ -288,7 +290,7 @@ def finish(s: Setup, progress: Progress) -> dict[str, Any]:
         "draft_vocab_size": config.draft_vocab_size,
         "draft_vocab_coverage": s.coverage,
         "init": config.init.model_dump(mode="json"),
-        "warm_start": s.warm.to_json() if s.warm else None,
+        "warm_start": read_json(folder / "provenance.json").get("warm_start"),  # of the first start
         "padding_share": progress.padding_share,
         "world_size": s.world.size,
         "resumed_from": list(progress.resumed_from),

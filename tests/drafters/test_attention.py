@@ -36,7 +36,9 @@ SPANS = {
     "a run longer than any block": [Span(0, 9, 0, 0), Span(9, 8, 9, 11)],
     "one row, as in decoding": [Span(0, 1, 0, 11)],
     "first row of a document": [Span(0, 2, 3, 3)],
-    "scattered rows": [Span(0, 1, 0, 7), Span(1, 1, 0, 0), Span(2, 1, 5, 19), Span(3, 1, 5, 5), Span(4, 1, 5, 6), Span(5, 1, 0, 3)],
+    "scattered rows, near and far": [Span(i, 1, 0, a) for i, a in enumerate((0, 1, 4, 6, 7, 15))] + [Span(6, 2, 9, 11), Span(8, 1, 9, 14), Span(9, 4, 9, 16)],
+    "spans in any order": [Span(3, 1, 0, 3), Span(0, 2, 0, 5), Span(2, 1, 0, 7), Span(4, 1, 0, 8)],
+    "rows in any order": [Span(0, 1, 0, 7), Span(1, 1, 0, 0), Span(2, 1, 5, 19), Span(3, 1, 5, 5), Span(4, 1, 5, 6), Span(5, 1, 0, 3), Span(6, 1, 0, 3)],
 }
 
 
@@ -63,13 +65,13 @@ def assert_same_gradients(got, want, inputs, atol):
 
 @pytest.fixture(params=["fused", "portable"])
 def kernel(request, monkeypatch):
-    """Each kernel, with limits small enough that spans are cut and keys come in several chunks."""
+    """Each kernel, with limits small enough that spans are cut, rows share calls or not, and keys come in several chunks."""
+    for limit, value in {"_KEY_CHUNK": 3, "_LONG_RUN": 3, "_REACH": 5}.items():
+        monkeypatch.setattr(attention, limit, value)
+    monkeypatch.setattr(attention._CpuKernel, "square", 4)
+    monkeypatch.setattr(PortableKernel, "square", 4)
     if request.param == "portable":
         monkeypatch.setattr(attention, "_kernel_for", lambda q: PortableKernel)
-        monkeypatch.setattr(attention, "_KEY_CHUNK", 3)
-        monkeypatch.setattr(PortableKernel, "square", 4)
-    else:
-        monkeypatch.setattr(attention._CpuKernel, "square", 4)
 
 
 @pytest.mark.parametrize("b", [1, 2, 5])
@@ -92,24 +94,81 @@ def test_head_layouts(heads, kernel):
     assert_same_gradients(got, want, leaves(q, prefix, own), 1e-11)
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 5, 9, 130, 300])
+def dense_at_once(q, prefix, anchors, start):
+    """The reference without a loop, for more rows: q [N, b, A, D], one key/value head; row n sees the keys [start[n], anchors[n]]."""
+    at = torch.arange(len(prefix.k))
+    hidden = (at < start[:, None]) | (at > anchors[:, None])
+    scores = torch.einsum("nbad,md->nbam", q, prefix.k[:, 0]).masked_fill(hidden[:, None, None], float("-inf"))
+    return torch.einsum("nbam,md->nbad", scores.softmax(-1), prefix.v[:, 0])
+
+
+@pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("b", [1, 3])
-def test_run_lengths_around_every_limit(count, b):
-    """With the limits as they are in use; a loop-free dense reference, for the longer runs."""
+@pytest.mark.parametrize("count", [2, 31, 32, 33, 127, 128, 129, 300])
+def test_run_lengths_around_every_limit_in_use(count, b, portable, monkeypatch):
+    if portable:
+        monkeypatch.setattr(attention, "_kernel_for", lambda q: PortableKernel)
     spans = [Span(0, count, 2, 2), Span(count, count, 2, 7)]
     q, prefix, _ = case(spans, 0, keys=count + 12, heads=(2, 1), b=b)
     anchors = torch.cat([s.anchor + torch.arange(s.count) for s in spans])
-    at = torch.arange(count + 12)
-    scores = torch.einsum("nbad,md->nbam", q, prefix.k[:, 0]).masked_fill(((at < 2) | (at > anchors[:, None]))[:, None, None], float("-inf"))
-    want, got = torch.einsum("nbam,md->nbad", scores.softmax(-1), prefix.v[:, 0]), merged_attention(q, prefix, [], spans, 1.0)
+    want, got = dense_at_once(q, prefix, anchors, torch.full_like(anchors, 2)), merged_attention(q, prefix, [], spans, 1.0)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
     assert_same_gradients(got, want, leaves(q, prefix, []), 1e-10)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
+@pytest.mark.parametrize("b", [1, 2, 5])
+def test_random_rows_of_two_documents(b, dtype, tolerance):
+    """Runs and single rows at random, as block-wise training draws them, with the limits in use."""
+    r = torch.Generator().manual_seed(b)
+    spans, row = [], 0
+    for start, end in ((0, 500), (500, 800)):
+        for anchor in sorted(set((start + torch.randint(end - start, (40,), generator=r)).tolist())):
+            spans.append(Span(row, 1, start, anchor))
+            row += 1
+    spans += [Span(row, 60, 500, 620), Span(row + 60, 20, 500, 510)]
+    q, prefix, _ = case(spans, 0, keys=800, heads=(2, 1), b=b, dtype=dtype)
+    anchors = torch.cat([s.anchor + torch.arange(s.count) for s in spans])
+    start = torch.cat([torch.full((s.count,), s.start) for s in spans])
+    got = merged_attention(q, prefix, [], spans, 1.0)
+    exact = [t.detach().double().requires_grad_() for t in leaves(q, prefix, [])]
+    want = dense_at_once(exact[0], KV(*exact[1:]), anchors, start)
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=tolerance)
+    weight = torch.randn(want.shape, dtype=torch.float64)
+    grads = torch.autograd.grad((got.double() * weight).sum(), leaves(q, prefix, []))
+    for a, e in zip(grads, torch.autograd.grad((want * weight).sum(), exact), strict=True):
+        torch.testing.assert_close(a.double(), e, rtol=tolerance, atol=tolerance * 10)
+
+
+@pytest.mark.parametrize("b", [1, 5])
+def test_neighbouring_rows_share_their_calls(b):
+    """512 rows drawn from 2,048 positions are not 512 kernel calls; nor does a run make more of them than its length asks for."""
+    anchors = sorted(torch.randperm(2048, generator=torch.Generator().manual_seed(0))[:512].tolist())
+    scattered = [Span(i, 1, 0, a) for i, a in enumerate(anchors)]
+    for spans, most in ((scattered, 34), ([Span(0, 2048, 0, 0)], 32), ([Span(0, 1, 0, 900)], 1)):
+        blocks = attention._plan(torch.zeros(2048, b, 1, 8), spans, 1.0).blocks
+        assert len(blocks) <= most
+        # What is scored and thrown away stays a small square.
+        assert all(at.keys.stop - at.keys.start <= 128 for at in blocks if at.mask != "none")
+
+
+def test_cuda_kernel_calls_fit_their_operators(monkeypatch):
+    """Without a GPU: shapes and signatures, on tensors that have no data."""
+    monkeypatch.setattr(attention, "_kernel_for", lambda q: attention._CudaFlashKernel)
+    for b, spans in ((1, SPANS["supervised runs"]), (1, [Span(0, 60, 0, 7)]), (4, SPANS["supervised runs"])):
+        q, prefix, own = case(spans, 2, dtype=torch.bfloat16, b=b, keys=80)
+        q, *rest = (t.detach().to("meta").requires_grad_() for t in leaves(q, prefix, own))
+        blocks = attention._plan(q, spans, 0.3).blocks
+        out = merged_attention(q, KV(*rest[:2]), [KV(*rest[2:4]), KV(*rest[4:])], spans, 0.3)
+        assert {at.mask for at in blocks} == ({"none", "causal"} if len(spans) == 1 else {"none", "anchors"})
+        for t, g in zip((q, q, *rest), (out, *torch.autograd.grad(out.sum(), (q, *rest))), strict=True):
+            assert (g.shape, g.dtype) == (t.shape, torch.bfloat16)
 
 
 @pytest.mark.parametrize("b", [1, 5])
 def test_entries_may_be_strided_views_and_queries_too(b):
     """As a block has them: its b entries are one tensor [N, b, G, D], its queries a slice of a larger one."""
-    spans = SPANS["scattered rows"]
+    spans = SPANS["rows in any order"]
     q, prefix, own = case(spans, b, b=b)
     k, v = (torch.stack([s[i] for s in own], 1).detach().requires_grad_() for i in (0, 1))
     wide = torch.cat((q, q), -1).detach().requires_grad_()

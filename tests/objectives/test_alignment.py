@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvshot_ds.drafters.state import DraftState
+from kvshot_ds.features.batch import collate
 from kvshot_ds.objectives.alignment import decoding_start, plan_rows, supervised_rows, training_start
 from tests import toys
 
@@ -64,6 +65,31 @@ def test_subsampled_rows_are_rows_of_the_whole_plan_and_equally_likely():
         assert sum(s.count for s in part.spans_rows) == part.supervised
         seen[part.anchors] += 1
     assert (seen[whole.anchors] / 600 - 0.4).abs().max() < 0.08
+
+
+@pytest.mark.parametrize("chosen", [{"fraction": 0.4}, {"anchors": 3}])
+def test_drawn_rows_do_not_depend_on_how_conversations_are_grouped(chosen):
+    g = toys.geometry()
+    samples = [(f"c{i}", toys.sample([0] * 3 + [1] * (9 + i), g, i)) for i in range(4)]
+    together = plan_rows(collate(samples), 3, seed=5, **chosen)
+    for c, sample in enumerate(samples):
+        alone = plan_rows(collate([sample]), 3, seed=5, **chosen)
+        offset = sum(len(s["tokens"]) for _, s in samples[:c])
+        assert (together.anchors[together.conversation == c] - offset).tolist() == alone.anchors.tolist()
+    assert plan_rows(collate(samples), 3, seed=6, **chosen).anchors.tolist() != together.anchors.tolist()
+
+
+def test_random_anchors_are_supervised_rows_each_once():
+    batch = toys.batch(toys.geometry(), [[0] * 3 + [1] * 22, [0] * 2 + [1] * 3])
+    whole = plan_rows(batch, 3)
+    seen = torch.zeros(len(batch.tokens))
+    for seed in range(400):
+        part = plan_rows(batch, 3, seed=seed, anchors=8)
+        assert torch.bincount(part.conversation).tolist() == [8, 2]  # the second conversation has no more
+        assert set(part.anchors.tolist()) <= set(whole.anchors.tolist()) and (part.anchors.diff() > 0).all()
+        seen[part.anchors] += 1
+    first = whole.anchors[whole.conversation == 0]
+    assert (seen[first] / 400 - 8 / len(first)).abs().max() < 0.09
 
 
 def unroll(drafter, batch, plan):
@@ -136,8 +162,6 @@ def test_packed_conversations_equal_separate_ones(name):
     plan = plan_rows(together, STEPS)
     want = unroll(drafter, together, plan)
     for c, turn in enumerate(toys.TURNS):
-        from kvshot_ds.features.batch import collate
-
         alone = collate([("x", toys.sample(turn, g, c))]).to("cpu", torch.float64)
         one = plan_rows(alone, STEPS)
         got = unroll(drafter, alone, one)

@@ -1,0 +1,115 @@
+"""Seconds and peak memory of a case, each in a fresh process: `python -m benchmarks.X --case '{...}'` prints one JSON line.
+
+Memory is the growth of the process's resident high-water mark (`ru_maxrss`) during the first run of the case, after the
+imports and after its inputs (parameters and features, the same for every contender) were made. The first run is not
+timed. Contenders take turns, repeat by repeat, so that a slow minute of the machine hits them alike; medians are printed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+_ROOT = Path(__file__).parents[1]
+MIB = 1 << 20
+# cpu: of all threads together; with one thread it is what an idle machine would take, whoever else is at work on it.
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """seconds of a timed run; peak: bytes above the start; value: a number the contenders must agree on."""
+
+    seconds: float
+    peak: float
+    value: float
+
+
+@dataclass(frozen=True)
+class Options:
+    """How cases are run: CPU threads, which of CLOCKS, processes for each case."""
+
+    threads: int
+    clock: str
+    repeats: int
+
+    def __str__(self) -> str:
+        return f"{self.threads} thread(s), {self.clock} clock, median of {self.repeats}"
+
+
+def _high_water() -> int:
+    """Largest resident size of this process so far, in bytes."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def measure(run: Callable[[], float], threads: int, clock: str) -> Measured:
+    """In the child: `run` does the work of the case and returns its value. clock: one of CLOCKS."""
+    torch.set_num_threads(threads)
+    start = _high_water()
+    value = run()
+    peak = _high_water() - start
+    begin = CLOCKS[clock]()
+    run()
+    return Measured(CLOCKS[clock]() - begin, peak, value)
+
+
+def report(measured: Measured) -> None:
+    """In the child: the line that `contend` reads."""
+    print(json.dumps(asdict(measured)))
+
+
+def contend(module: str, cases: Sequence[dict[str, Any]], options: Options) -> list[Measured]:
+    """In the parent: the medians of each case, run in turn. Raises RuntimeError with the output of a case that fails."""
+    runs: list[list[Measured]] = [[] for _ in cases]
+    for _ in range(options.repeats):
+        for case, found in zip(cases, runs, strict=True):
+            found.append(_child(module, case, options))
+    return [Measured(*(statistics.median(getattr(m, field) for m in found) for field in ("seconds", "peak", "value"))) for found in runs]
+
+
+def _child(module: str, case: dict[str, Any], options: Options) -> Measured:
+    command = [sys.executable, "-m", module, "--case", json.dumps(case), "--threads", str(options.threads), "--clock", options.clock]
+    done = subprocess.run(command, cwd=_ROOT, env={**os.environ, "OMP_NUM_THREADS": str(options.threads)}, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{module} {case} ended with {done.returncode} (-9: out of memory):\n{done.stderr[-2000:]}")
+    return Measured(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def available_memory() -> int:
+    """Bytes that can be taken without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def linear_fit(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """Slope of y over x by least squares, and R^2 (1 if y is constant)."""
+    slope, offset = np.polyfit(x, y, 1)
+    left = np.asarray(y) - (slope * np.asarray(x) + offset)
+    spread = float(np.var(y))
+    return float(slope), 1 - float(left.var()) / spread if spread else 1.0
+
+
+def ratio(a: float, b: float) -> str:
+    """a / b for a table; a process too small to grow has no memory to compare."""
+    return f"{a / b:.2f}" if b else "-"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in (header, *rows))
