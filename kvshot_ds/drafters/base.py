@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import abstractmethod
 from typing import NamedTuple
 
@@ -139,12 +140,14 @@ class Drafter(nn.Module):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def reset(self, seed: int) -> None:
-        """Random start: matrices N(0, 0.02), norms 1, biases 0; then the gate's and the projectors' own."""
-        generator = torch.Generator().manual_seed(seed)
-        for module in self.modules():
+        """Random start: matrices N(0, 0.02), norms 1, biases 0; then the gate's and the projectors' own.
+
+        A matrix is drawn by seed and name: drafters that differ in one part start alike in all others.
+        """
+        for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 with torch.no_grad():
-                    module.weight.normal_(0, 0.02, generator=generator)
+                    module.weight.normal_(0, 0.02, generator=torch.Generator().manual_seed((seed << 32 | zlib.crc32(name.encode())) & (1 << 63) - 1))
                     if module.bias is not None:
                         module.bias.zero_()
             elif isinstance(module, RMSNorm):
