@@ -93,12 +93,12 @@ def run(recipe: Recipe) -> list[dict[str, Any]]:
 def _stamp(recipe: Recipe, folder: Path, train: ShardSet, heldout: ShardSet) -> str:
     """Digest of what the result depends on: options, drafter files, held-out data."""
     options = recipe.eval.model_copy(update={"drafters": ()})
-    return digest(options, _measured(recipe), weights_digest(folder), heldout.manifest.target_digest, heldout.digest, train.digest)
+    return digest(options, repr(_steps(recipe)), weights_digest(folder), heldout.manifest.target_digest, heldout.digest, train.digest)
 
 
-def _measured(recipe: Recipe) -> ObjectiveConfig:
-    """The objective an evaluation runs: the steps of training, their own drift, every supervised row. Losses and weights play no part."""
-    return ObjectiveConfig(steps=recipe.train.objective.steps, head_chunk=recipe.train.objective.head_chunk)
+def _steps(recipe: Recipe) -> int:
+    """K: the draft steps that are measured."""
+    return recipe.eval.steps or recipe.train.objective.steps
 
 
 def evaluate(recipe: Recipe, folder: Path, place: Path, heldout: ShardSet, bigram: Bigram, stamp: str) -> dict[str, Any]:
@@ -107,16 +107,12 @@ def evaluate(recipe: Recipe, folder: Path, place: Path, heldout: ShardSet, bigra
     device = torch.device("cuda" if recipe.target.device != "cpu" and torch.cuda.is_available() else "cpu")
     drafter, info = load_drafter(folder, device, torch.float32)
     require(heldout.manifest, drafter.required_features(), info.target_digest)
-    block = getattr(info.config, "block_size", None)
-    if block is not None and recipe.train.objective.steps > block - 1:
-        raise ConfigError(
-            f"{folder}: blocks of {block} tokens propose {block - 1}, and train.objective.steps={recipe.train.objective.steps} are to be measured; "
-            f"evaluate it with train.objective.steps={block - 1}"
-        )
     parts = load_parts(recipe.target.path, device, torch.float32)
     drafter.bind(parts.embedding, parts.head)
-    objective = Objective(drafter, _measured(recipe), parts.head)
-    held = measure(objective, heldout, bigram, recipe.eval.conversations_per_micro_batch, recipe.eval.max_conversations, device, place.name)
+    # Every supervised row, the drafter's own drift; losses and weights play no part. A block may propose fewer than K.
+    proposes = min(_steps(recipe), getattr(info.config, "block_size", _steps(recipe) + 1) - 1)
+    objective = Objective(drafter, ObjectiveConfig(steps=proposes, head_chunk=recipe.train.objective.head_chunk), parts.head)
+    held = measure(objective, _steps(recipe), heldout, bigram, recipe.eval.conversations_per_micro_batch, recipe.eval.max_conversations, device, place.name)
     result = {"name": place.name, "digest": stamp, **_summary(recipe, info, drafter, held, bigram), "seconds": time.monotonic() - started}
     result["provenance"] = origin(options=recipe.eval.model_dump(mode="json"))
     c = held.counts
@@ -136,9 +132,12 @@ def evaluate(recipe: Recipe, folder: Path, place: Path, heldout: ShardSet, bigra
 
 
 @torch.inference_mode()
-def measure(objective: Objective, heldout: ShardSet, bigram: Bigram, together: int, most: int, device: torch.device, name: str = "") -> Held:
-    """Counts of every held-out conversation with supervised rows (the first `most`, 0 for all), `together` in one forward."""
-    steps = objective.config.steps
+def measure(objective: Objective, steps: int, heldout: ShardSet, bigram: Bigram, together: int, most: int, device: torch.device, name: str = "") -> Held:
+    """Counts of every held-out conversation with supervised rows (the first `most`, 0 for all), `together` in one forward.
+
+    Of K = `steps` draft steps; those beyond what the objective runs count as not accepted, in the same denominators.
+    """
+    runs = objective.config.steps
     chosen = [i for i, s in enumerate(heldout.samples) if s.rows][: most or None]
     if not chosen:
         raise KvshotError("the held-out split holds no supervised rows: nothing to measure")
@@ -148,12 +147,14 @@ def measure(objective: Objective, heldout: ShardSet, bigram: Bigram, together: i
     one = torch.ones((), device=device)
     for at in tqdm(range(0, len(chosen), together), desc=f"eval {name}", unit="batch", mininterval=2):
         batch = collate([heldout.read(i, wanted) for i in chosen[at : at + together]])
-        plan = plan_rows(batch, steps)
+        plan, valid = plan_rows(batch, runs), plan_rows(batch, steps).valid.to(device)
         hits.append(_bigram_hits(batch, plan, bigram))
         moved = plan.to(device)
         out = objective(batch.to(device, torch.float32), moved, one)
         per = torch.zeros(4, len(batch.keys), steps, dtype=torch.float64, device=device)
-        values = torch.stack([x.T.double() for x in (moved.valid, out.correct, out.joint, out.prob)])  # [4, N, K]
+        values = torch.zeros(4, len(plan.anchors), steps, dtype=torch.float64, device=device)
+        values[0] = valid.T
+        values[1:, :, :runs] = torch.stack([x.T.double() for x in (out.correct, out.joint, out.prob)])
         parts.append(per.index_add_(1, moved.conversation, values).cpu().numpy())
         keys.extend(batch.keys)
     return Held(tuple(keys), StepCounts.unstack(np.concatenate(parts, axis=1)), np.concatenate(hits))

@@ -59,7 +59,7 @@ def test_counts_per_conversation_do_not_depend_on_the_batching(trained, tiny_tar
     drafter.bind(parts.embedding, parts.head)
     objective = Objective(drafter, ObjectiveConfig(steps=STEPS), parts.head)
     table = Bigram.count(ShardSet.open(trained.shards_dir, "train"))
-    one, many = (measure(objective, heldout, table, n, 0, torch.device("cpu")) for n in (1, 4))
+    one, many = (measure(objective, STEPS, heldout, table, n, 0, torch.device("cpu")) for n in (1, 4))
     assert one.keys == many.keys == tuple(s.key for s in heldout.samples)
     np.testing.assert_array_equal(one.counts.den, many.counts.den)
     np.testing.assert_array_equal(one.bigram, many.bigram)
@@ -107,7 +107,7 @@ def test_damaged_or_other_features_are_not_mistaken_for_the_ones_measured(traine
         evaluation.run(trained)
 
 
-def test_what_was_optimised_plays_no_part_and_a_block_is_not_asked_for_more_than_it_proposes(recipe, capsys):
+def test_what_was_optimised_plays_no_part_and_nothing_is_accepted_beyond_what_a_block_proposes(recipe, capsys):
     r = recipe("block", {"family": "dflash", "depth": 1, "block_size": 4}, max_steps=2, objective={"steps": 2, "anchors": 1, "weights": "dpace"})
     train(r)
 
@@ -122,8 +122,12 @@ def test_what_was_optimised_plays_no_part_and_a_block_is_not_asked_for_more_than
     assert evaluation.run(under(steps=2, loss="hard_ce", drift="offline")) == [first] and "already evaluated" in capsys.readouterr().out
     (longer,) = evaluation.run(under(steps=3))
     assert longer["alpha"][:2] == first["alpha"] and len(longer["alpha"]) == 3
-    with pytest.raises(ConfigError, match=r"blocks of 4 tokens propose 3.*train\.objective\.steps=3"):
-        evaluation.run(under(steps=4))
+    options = r.model_copy(update={"eval": r.eval.model_copy(update={"steps": 5})})
+    (beyond,) = evaluation.run(options)
+    assert beyond["alpha"][:3] == longer["alpha"] and beyond["joint"][:3] == longer["joint"] and beyond["mat_joint"]["value"] == longer["mat_joint"]["value"]
+    plans = [plan_rows(collate([heldout.read(i)]), 5) for i in range(len(heldout))]
+    assert [a["den"] for a in beyond["alpha"]] == torch.stack([p.valid.sum(1) for p in plans]).sum(0).tolist()
+    assert [a["num"] for a in beyond["alpha"][3:]] == [0, 0]
 
 
 def test_refusals(recipe, trained, tmp_path):

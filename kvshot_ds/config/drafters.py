@@ -34,7 +34,8 @@ class KVSourceConfig(Section):
     )
     layers: Layers | Literal["eagle3", "all"] = Field(
         "eagle3",
-        description="target layers whose KV is read (0-based); eagle3 = (2, L//2, L-3); all; with hidden_to_kv the layers whose outputs are read",
+        description="target layers whose KV is read (0-based); eagle3 = (2, L//2, L-3); all; "
+        "with hidden_to_kv the layers whose outputs are read, and eagle3 = (1, L//2-1, L-4)",
     )
     projector: Literal["linear", "mlp", "mlp_norm"] = Field(
         "linear",
@@ -42,10 +43,13 @@ class KVSourceConfig(Section):
     )
     projector_init: Literal["random", "identity_middle", "identity_last"] = Field(
         "identity_middle",
-        description="start of the projector; identity_middle passes the middle layer through; identity_last: draft layer i of n passes the i-th of the last n",
+        description="start of the projector; identity_middle passes the middle layer through; identity_last: draft layer i of n passes the i-th of the last n; "
+        "with hidden_to_kv, which has no identity, only with init.layers=target: the target's own projections of that layer",
     )
     qk_norm: bool = Field(
-        False, description="RMSNorm per head on the cross path's queries and on the projected keys before they are rotated (linear_rope, hidden_to_kv)"
+        False,
+        description="RMSNorm per head on the cross path's queries and on the projected keys before they are rotated "
+        "(linear_rope, hidden_to_kv; with none, on the drafter's own keys)",
     )
 
     @property
@@ -59,7 +63,7 @@ class KVSourceConfig(Section):
             raise ValueError(
                 f"kv.projector={self.projector} has nothing to project with kv.injection={self.injection}; use linear, linear_rope or hidden_to_kv"
             )
-        if self.qk_norm and self.injection not in ("linear_rope", "hidden_to_kv"):
+        if self.qk_norm and self.injection not in ("none", "linear_rope", "hidden_to_kv"):
             raise ValueError(f"kv.qk_norm norms keys before they are rotated; kv.injection={self.injection} has rotated ones; use linear_rope or hidden_to_kv")
         return self
 

@@ -104,6 +104,9 @@ class EvalConfig(Section):
     """Held-out step-wise acceptance of trained drafters."""
 
     drafters: tuple[Path, ...] = Field((), description="run folders or exported drafter folders; empty means this recipe's own run")
+    steps: int | None = Field(
+        None, ge=1, description="draft steps measured; null: train.objective.steps. Beyond what a block-wise drafter proposes, nothing is accepted"
+    )
     conversations_per_micro_batch: int = Field(4, ge=1, description="conversations in one forward")
     bootstrap: int = Field(2000, ge=100, description="bootstrap resamples over conversations")
     confidence: float = Field(0.95, gt=0.5, lt=1, description="coverage of the intervals")

@@ -21,7 +21,10 @@ from kvshot_ds.geometry import Geometry
 
 
 class Unrolled(NamedTuple):
-    """All steps of a training forward. h [K, N, d]; kv_branch [K, N, d]; queries: by layer [K, N, A, D], where asked for."""
+    """All steps of a training forward. h [K, N, d]; kv_branch [K, N, d]; queries: by layer [K, N, A, D], where asked for.
+
+    queries[k] are those made at position t + 1 + k: of step k, or of slot k of a block (whose proposal k stands one slot further).
+    """
 
     h: torch.Tensor
     kv_branch: torch.Tensor | None = None

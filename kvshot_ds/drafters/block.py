@@ -53,7 +53,7 @@ class BlockDrafter(Drafter):
 
     def required_features(self) -> FeatureSpec:
         hidden = {*self.hidden_layers, *self.source.hidden_layers}
-        return FeatureSpec(tuple(sorted(hidden)), tuple(sorted(self.source.kv_layers)), "last_hidden", "bf16")
+        return FeatureSpec(tuple(sorted(hidden)), tuple(sorted(set(self.source.kv_layers))), "last_hidden", "bf16")
 
     def slots(self, state: DraftState, start: Start) -> torch.Tensor:
         """Takes in the target's states at the n positions of `start` and runs the block of each selected row: h [B, N, d]."""
@@ -83,14 +83,15 @@ class BlockDrafter(Drafter):
 
     def unroll(self, start: Start, tokens: torch.Tensor, extras: Extras = PLAIN) -> Unrolled:
         """The tokens of steps k >= 1 are not read: a block knows its clean token only. K <= B - 1."""
-        steps = slice(1, len(tokens) + 1)
+        steps = len(tokens)
         state = DraftState.empty(self.depth, extras)
-        h = self.slots(state, start)[steps]
+        h = self.slots(state, start)[1 : steps + 1]
 
-        def by_step(x: torch.Tensor) -> torch.Tensor:
-            return x.unflatten(0, (-1, self.block_size)).transpose(0, 1)[steps]
+        def by_slot(x: torch.Tensor) -> torch.Tensor:
+            return x.unflatten(0, (-1, self.block_size)).transpose(0, 1)
 
-        return Unrolled(h, None if state.kv_branch is None else by_step(state.kv_branch), tuple(by_step(q) for q in state.queries))
+        branch = None if state.kv_branch is None else by_slot(state.kv_branch)[1 : steps + 1]
+        return Unrolled(h, branch, tuple(by_slot(q)[:steps] for q in state.queries))
 
     @torch.no_grad()
     def draft(self, state: DraftState, start: Start, length: int) -> torch.Tensor:

@@ -31,4 +31,4 @@ class HybridDrafter(HiddenOnlyDrafter):
 
     def required_features(self) -> FeatureSpec:
         hidden = {*self.hidden_layers, *self.source.hidden_layers}
-        return FeatureSpec(tuple(sorted(hidden)), tuple(sorted(self.source.kv_layers)), "last_hidden", "bf16")
+        return FeatureSpec(tuple(sorted(hidden)), tuple(sorted(set(self.source.kv_layers))), "last_hidden", "bf16")

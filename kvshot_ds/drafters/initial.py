@@ -107,5 +107,8 @@ def _copy_hidden_to_kv(projector: KVProjector, parts: TargetParts, last: int) ->
         proj.weight[:, part] = given[f"self_attn.{name}.weight"]
         if proj.bias is not None:
             proj.bias.copy_(given[f"self_attn.{name}.bias"])
+    for mlp in ("k_mlp", "v_mlp"):
+        if hasattr(projector, mlp):
+            projector.get_parameter(f"{mlp}.down_proj.weight").zero_()
     if "self_attn.k_norm.weight" in given and isinstance(projector.k_norm, RMSNorm):
         projector.k_norm.weight.copy_(given["self_attn.k_norm.weight"])

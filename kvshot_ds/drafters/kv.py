@@ -28,7 +28,7 @@ class KVOnlyDrafter(StepDrafter):
         self.layers = nn.ModuleList(DraftLayer(g, cross=True, projector=self.source.projector(i), qk_norm=config.kv.qk_norm) for i in range(config.depth))
 
     def required_features(self) -> FeatureSpec:
-        return FeatureSpec(tuple(sorted(self.source.hidden_layers)), tuple(sorted(self.source.kv_layers)), "last_hidden", "bf16")
+        return FeatureSpec(tuple(sorted(set(self.source.hidden_layers))), tuple(sorted(set(self.source.kv_layers))), "last_hidden", "bf16")
 
     def begin(self, state: DraftState, start: Start) -> torch.Tensor:
         state.anchor(start.rows)

@@ -114,7 +114,8 @@ def plan_rows(batch: Batch, steps: int, fraction: float = 1.0, seed: int = 0, an
     valid = (ahead + 1 <= last) & (turn[label] == turn[np.minimum(chosen + 1, last)])
     shifted = np.minimum(np.searchsorted(chosen, ahead - 1), max(count - 1, 0)) if offline else None
     if shifted is not None:
-        valid &= chosen[shifted] == ahead - 1
+        # A row ends with the first step that has no stand-in: what follows could not be called right at all steps.
+        valid = np.logical_and.accumulate(valid & (chosen[shifted] == ahead - 1), axis=0)
     teacher_index = batch.teacher_index.numpy()
     teacher = teacher_index[np.minimum(ahead, last)]
     flat = np.flatnonzero(valid)

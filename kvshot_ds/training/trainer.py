@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -83,7 +82,9 @@ def finished(recipe: Recipe) -> dict[str, Any] | None:
     # The source of a warm start may be gone by now; what was taken from it is not.
     wanted, found = run_digest(recipe, shards, target_digest, before.get("warm_digest", "")), before.get("train_digest")
     if found != wanted:
-        changed = "; ".join(_changed(load_recipe(recipe.run_dir / "recipe.yaml"), recipe)) or "the data or the target"
+        changed = (
+            "; ".join(_changed(load_recipe(recipe.run_dir / "recipe.yaml"), recipe)) or "the data, the target, the ds_config file, or the version that wrote it"
+        )
         raise ConfigError(f"{recipe.run_dir} holds a run of another configuration ({changed}); give this run another name")
     return read_json(summary) if summary.is_file() else None
 
@@ -142,10 +143,10 @@ def equip(drafter: Drafter, config: TrainConfig, ds_config: dict[str, Any], step
     """Sets what changes how the drafter is trained and not what it is. Raises ConfigError if it does not fit the run of `steps`."""
     drafter.recompute = config.recompute
     gate = getattr(config.drafter, "gate", None)
-    if gate is not None and gate.scheduled_steps > steps:
+    if gate is not None and gate.scheduled_steps >= steps:
         raise ConfigError(
-            f"train.drafter.gate: its schedule of {gate.scheduled_steps} steps (open_steps + floor_steps) outlasts the run of {steps}; "
-            f"the drafter would be used with another gate than it was trained with"
+            f"train.drafter.gate: its schedule of {gate.scheduled_steps} steps (open_steps + floor_steps) leaves nothing of the run of {steps} to the "
+            f"gate itself; the drafter would be used with another gate than it was trained with"
         )
     for layer in drafter.draft_layers:
         if layer.cross_attn is not None:
@@ -168,16 +169,19 @@ def run_steps(s: Setup, before: Progress) -> Progress:
     with Board(folder / "tensorboard", world.rank, before.step + 1) as board, bar:
         board.text("recipe", dump_recipe(s.recipe))
         meter = Meter(config.objective.steps, world.device)
+        recent: dict[int, list[str]] = {}  # conversations of the steps since the last point
         for step in range(before.step + 1, s.schedule.steps + 1):
             s.drafter.at_step(step - 1)
             micro_batches = clock.waiting(batches)
-            optimizer_step(s, micro_batches, meter)
+            optimizer_step(s, micro_batches, meter, step)
+            recent[step] = [key for m in micro_batches for key in m.batch.keys]
             clock.count(micro_batches)
             bar.update()
             last = step == s.schedule.steps
             due = step % config.checkpoint_every == 0 and not last
             if step % config.log_every == 0 or due or last:
-                log_point(s, board, bar, meter, clock, step, micro_batches)
+                log_point(s, board, bar, meter, clock, step, recent)
+                recent.clear()
             if due or last:
                 check_weights(s, step)
             if due:
@@ -227,7 +231,7 @@ class Clock:
         return Progress(step, seconds, b.tokens + tokens, b.supervised_rows + rows, b.padding + padding, b.resumed_from)
 
 
-def optimizer_step(s: Setup, micro_batches: list[MicroBatch], meter: Meter) -> None:
+def optimizer_step(s: Setup, micro_batches: list[MicroBatch], meter: Meter, step: int) -> None:
     """Forward and backward of each micro-batch, then one update, without waiting for the device.
 
     The loss is normalised by the supervised rows of all ranks and micro-steps, whatever their distribution; DeepSpeed
@@ -242,19 +246,19 @@ def optimizer_step(s: Setup, micro_batches: list[MicroBatch], meter: Meter) -> N
         out = s.engine(micro.batch.to(device, dtype), plan, normaliser)
         s.engine.backward(out.loss if micro.counted else out.loss * 0)
         s.engine.step()
-        meter.add(out, plan, normaliser, micro.counted)
+        meter.add(out, plan, normaliser, micro.counted, step)
 
 
-def log_point(s: Setup, board: Board, bar: Any, meter: Meter, clock: Clock, step: int, last: list[MicroBatch]) -> None:
+def log_point(s: Setup, board: Board, bar: Any, meter: Meter, clock: Clock, step: int, recent: dict[int, list[str]]) -> None:
     """One TensorBoard point and the console's figures. The only place in the loop that waits for the device.
 
     Raises KvshotError if the loss is not finite.
     """
     scalars = training_scalars(*meter.read()) | clock.rates()
-    if not math.isfinite(scalars["train/loss"]):
-        keys = ", ".join(key for m in last for key in m.batch.keys)
+    bad = meter.first_not_finite()
+    if bad is not None:
         raise KvshotError(
-            f"the loss is not finite at step {step} (conversations of this step: {keys}); the last good checkpoint stays in "
+            f"the loss is not finite at step {bad} (conversations of this step: {', '.join(recent[bad])}); the last good checkpoint stays in "
             f"{s.recipe.run_dir / 'checkpoints'}; {_LOWER}"
         )
     norm = s.engine.get_global_grad_norm()

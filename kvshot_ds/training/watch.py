@@ -24,11 +24,13 @@ class Meter:
 
     def __init__(self, steps: int, device: torch.device):
         self.sums = torch.zeros(7, max(steps, 2), device=device)
+        self.first_bad = torch.full((), torch.inf, device=device)
         self.steps = steps
 
-    def add(self, out: Output, plan: RowPlan, normaliser: torch.Tensor, counted: bool) -> None:
+    def add(self, out: Output, plan: RowPlan, normaliser: torch.Tensor, counted: bool, step: int) -> None:
         if not counted:
             return
+        self.first_bad = torch.minimum(self.first_bad, torch.where(out.loss.detach().isfinite(), torch.inf, float(step)))
         s = out.sums(plan)
         self.sums[:6, : self.steps] += torch.stack((s.den, s.loss, s.top1, s.joint, s.prob, s.weighted))
         self.sums[6, :2] += torch.stack((out.kv_branch, out.query)) * normaliser
@@ -40,6 +42,12 @@ class Meter:
         self.sums.zero_()
         host = total.cpu()
         return host[:6, : self.steps], host[6, :2]
+
+    def first_not_finite(self) -> int | None:
+        """The first optimizer step, on any rank, whose loss (the auxiliary ones included) was not finite."""
+        first = self.first_bad.clone()
+        dist.all_reduce(first, op=dist.ReduceOp.MIN)
+        return int(first) if bool(first.isfinite()) else None
 
 
 def gates(drafter: Drafter) -> Iterator[torch.Tensor]:

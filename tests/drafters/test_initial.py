@@ -120,6 +120,13 @@ def test_a_hybrid_that_starts_closed_equals_its_hidden_only_twin(init):
         torch.testing.assert_close(unroll(hybrid), unroll(twin), rtol=0, atol=1e-9)
 
 
+def test_drafters_that_differ_in_one_part_start_alike_in_all_others(tiny_target, parts):
+    plain, hybrid = (made(tiny_target, parts, c, head="random").state_dict() for c in (HiddenOnlyConfig(depth=2), HybridConfig(depth=2)))
+    shared = plain.keys() & hybrid.keys()
+    assert shared == plain.keys() and all(torch.equal(plain[name], hybrid[name]) for name in shared)
+    assert not torch.equal(plain["layers.0.mlp.up_proj.weight"], plain["layers.1.mlp.up_proj.weight"])
+
+
 def test_gate_starts(tiny_target, parts):
     def mix(init):
         return made(tiny_target, parts, HybridConfig(gate=GateConfig(init=init))).layers[0].mix

@@ -58,7 +58,7 @@ def test_forward_backward_and_metrics(name, number, recompute):
     one, meter = torch.ones((), device=META), Meter(STEPS, META)
     out = Objective(drafter, config, embedding)(batch.to(META, torch.float32), plan, one)
     out.loss.backward()
-    meter.add(out, plan, one, True)
+    meter.add(out, plan, one, True, 1)
     assert all(p.grad is not None for p in drafter.parameters())  # no weight is left out of the loss either
 
 

@@ -163,9 +163,9 @@ def test_what_does_not_fit_the_run_is_refused_by_name(recipe):
     with pytest.raises(ConfigError, match=r"compile=true does not work with ZeRO stage 3"):
         run(recipe(compile=True, ds_config="zero3_fp32"))
     gate = {"open_steps": 2, "floor": 0.5, "floor_steps": 3}
-    with pytest.raises(ConfigError, match=r"schedule of 5 steps .* outlasts the run of 4"):
-        run(recipe(drafter={"family": "hybrid", "gate": gate}, max_steps=4))
-    assert run(recipe(drafter={"family": "hybrid", "gate": gate}, max_steps=5))["steps"] == 5
+    with pytest.raises(ConfigError, match=r"schedule of 5 steps .* leaves nothing of the run of 5"):
+        run(recipe(drafter={"family": "hybrid", "gate": gate}, max_steps=5))
+    assert run(recipe(drafter={"family": "hybrid", "gate": gate}, max_steps=6))["steps"] == 6
 
 
 @pytest.mark.parametrize("family", ["hybrid", "hybrid_block"])

@@ -99,13 +99,30 @@ def test_a_loss_that_is_not_finite_stops_the_run(recipe):
         run(recipe(optim={"lr": 1e30, "clip": 1e30}, log_every=1, checkpoint_every=1000))
 
 
+def test_the_step_and_the_conversations_of_the_first_bad_loss_are_named_whenever_it_is_looked_at(recipe, monkeypatch):
+    from kvshot_ds.training import trainer
+
+    plain, read = trainer.optimizer_step, {}
+
+    def spoiled(s, micro_batches, meter, step):
+        read[step] = [key for m in micro_batches for key in m.batch.keys]
+        if step == 3:
+            micro_batches[0].batch.teacher_hidden[:] = float("nan")
+        plain(s, micro_batches, meter, step)
+
+    monkeypatch.setattr(trainer, "optimizer_step", spoiled)
+    with pytest.raises(KvshotError, match="not finite at step 3") as error:
+        run(recipe(log_every=100, checkpoint_every=100, max_steps=6))
+    assert f"({'conversations of this step: ' + ', '.join(read[3])})" in str(error.value)
+
+
 def test_weights_that_are_not_finite_are_neither_saved_nor_exported(recipe, monkeypatch):
     from kvshot_ds.training import trainer
 
     plain = trainer.optimizer_step
 
-    def poisoned(s, micro_batches, meter):
-        plain(s, micro_batches, meter)
+    def poisoned(s, micro_batches, meter, step):
+        plain(s, micro_batches, meter, step)
         with torch.no_grad():
             s.drafter.norm.weight[0] = float("nan")
 
