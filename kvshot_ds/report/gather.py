@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvshot_ds.config import Recipe, load_recipe
+from pydantic import TypeAdapter
+
+from kvshot_ds.config import DrafterConfig, Recipe, load_recipe
 from kvshot_ds.errors import KvshotError
 from kvshot_ds.files import read_json
 from kvshot_ds.metrics import Interval, StepCounts
@@ -206,7 +208,16 @@ def _evaluation(data: Mapping[str, Any]) -> Evaluation:
         raise ValueError("alpha, joint and accept_prob must have one entry per draft step")
     init = drafter["init"] or {"layers": UNKNOWN, "head": UNKNOWN}  # a drafter folder that was not trained here records none
     return Evaluation(
-        drafter=Drafter(drafter["family"], drafter["depth"], drafter["injection"], init["layers"], init["head"], drafter["parameters"], init.get("warm_start")),
+        drafter=Drafter(
+            drafter["family"],
+            drafter["depth"],
+            drafter["injection"],
+            init["layers"],
+            init["head"],
+            drafter["parameters"],
+            init.get("warm_start"),
+            TypeAdapter(DrafterConfig).validate_python(drafter["config"]) if "config" in drafter else None,
+        ),
         target=data["target"]["name"],
         target_digest=data["target"]["digest"],
         conversations=data["data"]["conversations"],
