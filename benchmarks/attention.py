@@ -6,15 +6,13 @@ needs above its inputs (see measure.py). Run from the root of the repository: py
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from typing import Any
 
 import click
 import torch
 
 from benchmarks.dense import causal_mask, dense_attention
-from benchmarks.measure import CLOCKS, MIB, Options, available_memory, contend, linear_fit, measure, ratio, report, table
+from benchmarks.measure import CLOCKS, MIB, Options, asked, available_memory, contend, linear_fit, measure, ratio, report, table
 from kvshot_ds.drafters.attention import KV, Span, merged_attention
 
 
@@ -66,15 +64,13 @@ def run(merged: bool, queries: list[torch.Tensor], entries: list[KV]) -> float:
 
 
 def row(shape: Shape, options: Options) -> tuple[list[str], float]:
-    """One line of the table, and the merged attention's peak in MiB. Raises RuntimeError if the two disagree."""
+    """One line of the table, and the merged attention's peak in MiB."""
     needed = shape.dense_bytes()
     fits = needed < 0.8 * available_memory()
     cases = [{"merged": merged, **vars(shape)} for merged in (True, False)[: 1 + fits]]
     ours, *others = contend("benchmarks.attention", cases, options)
     cells = [f"{shape.length}", f"{ours.seconds:.3f}"]
     for dense in others:
-        if abs(ours.value - dense.value) > 1e-4 * abs(dense.value):
-            raise RuntimeError(f"S = {shape.length}: the merged attention gives {ours.value}, the dense one {dense.value}; they must agree to 1e-4")
         cells += [f"{dense.seconds:.3f}", ratio(dense.seconds, ours.seconds), f"{ours.peak / MIB:.0f}", f"{dense.peak / MIB:.0f}"]
     if not fits:
         cells += ["-", "-", f"{ours.peak / MIB:.0f}", f"skipped: would need about {needed / MIB:.0f}"]
@@ -95,9 +91,9 @@ def row(shape: Shape, options: Options) -> tuple[list[str], float]:
 @click.option("--case", hidden=True, help="run one case in this process")
 def main(lengths: str, steps: int, heads: int, kv_heads: int, head_dim: int, threads: int, clock: str, repeats: int, case: str | None) -> None:
     if case is not None:
-        asked: dict[str, Any] = json.loads(case)
-        merged, made = asked.pop("merged"), inputs(Shape(**asked))
-        report(measure(lambda: run(merged, *made), threads, clock))
+        wanted, mode = asked(case)
+        merged, made = wanted.pop("merged"), inputs(Shape(**wanted))
+        report(measure(lambda: run(merged, *made), mode))
         return
     options = Options(threads, clock, repeats)
     sizes = [int(n) for n in lengths.split(",")]

@@ -1,8 +1,9 @@
 """Seconds and peak memory of a case, each in a fresh process: `python -m benchmarks.X --case '{...}'` prints one JSON line.
 
-Memory is the growth of the process's resident high-water mark (`ru_maxrss`) during the first run of the case, after the
-imports and after its inputs (parameters and features, the same for every contender) were made. The first run is not
-timed. Contenders take turns, repeat by repeat, so that a slow minute of the machine hits them alike; medians are printed.
+Memory is the growth of the process's resident high-water mark (`ru_maxrss`) while the case runs once, after the imports
+and after its inputs (parameters and features, the same for every contender) were made. It is taken in a process of its
+own, in which glibc returns what is freed at once; seconds are taken with the allocator as it is, of the second of two
+runs. Contenders take turns, repeat by repeat, so that a slow minute of the machine hits them alike; medians are printed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,19 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 @dataclass(frozen=True)
 class Measured:
-    """seconds of a timed run; peak: bytes above the start; value: a number the contenders must agree on."""
+    """seconds: of a timed run, or 0; peak: bytes above the start; value: a number the contenders must agree on."""
 
     seconds: float
     peak: float
     value: float
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a child runs its case: CPU threads; one of CLOCKS, or None to look at the memory alone."""
+
+    threads: int
+    clock: str | None
 
 
 @dataclass(frozen=True)
@@ -55,15 +64,24 @@ def _high_water() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def measure(run: Callable[[], float], threads: int, clock: str) -> Measured:
-    """In the child: `run` does the work of the case and returns its value. clock: one of CLOCKS."""
-    torch.set_num_threads(threads)
+def measure(run: Callable[[], float], mode: Mode) -> Measured:
+    """In the child: `run` does the work of the case and returns its value."""
+    torch.set_num_threads(mode.threads)
     start = _high_water()
     value = run()
     peak = _high_water() - start
-    begin = CLOCKS[clock]()
+    if mode.clock is None:
+        return Measured(0.0, peak, value)
+    now = CLOCKS[mode.clock]
+    begin = now()
     run()
-    return Measured(CLOCKS[clock]() - begin, peak, value)
+    return Measured(now() - begin, peak, value)
+
+
+def asked(case: str) -> tuple[dict[str, Any], Mode]:
+    """In the child: what `contend` asks for."""
+    found = json.loads(case)
+    return found["case"], Mode(**found["mode"])
 
 
 def report(measured: Measured) -> None:
@@ -72,17 +90,25 @@ def report(measured: Measured) -> None:
 
 
 def contend(module: str, cases: Sequence[dict[str, Any]], options: Options) -> list[Measured]:
-    """In the parent: the medians of each case, run in turn. Raises RuntimeError with the output of a case that fails."""
-    runs: list[list[Measured]] = [[] for _ in cases]
-    for _ in range(options.repeats):
-        for case, found in zip(cases, runs, strict=True):
-            found.append(_child(module, case, options))
-    return [Measured(*(statistics.median(getattr(m, field) for m in found) for field in ("seconds", "peak", "value"))) for found in runs]
+    """In the parent: memory and median seconds of each case, run in turn.
+
+    Raises RuntimeError with the output of a case that fails, or, before anything is timed, if the values differ by more than 1e-4.
+    """
+    memory = [_child(module, case, Mode(options.threads, None)) for case in cases]
+    for case, other in zip(cases, memory, strict=True):
+        if not abs(other.value - memory[0].value) <= 1e-4 * abs(memory[0].value):
+            raise RuntimeError(f"{module} {cases[0]} gives {memory[0].value}, {case} gives {other.value}; they must agree to 1e-4")
+    rounds = [[_child(module, case, Mode(options.threads, options.clock)) for case in cases] for _ in range(options.repeats)]
+    seconds = [statistics.median(m.seconds for m in found) for found in zip(*rounds, strict=True)]
+    return [replace(m, seconds=s) for m, s in zip(memory, seconds, strict=True)]
 
 
-def _child(module: str, case: dict[str, Any], options: Options) -> Measured:
-    command = [sys.executable, "-m", module, "--case", json.dumps(case), "--threads", str(options.threads), "--clock", options.clock]
-    done = subprocess.run(command, cwd=_ROOT, env={**os.environ, "OMP_NUM_THREADS": str(options.threads)}, capture_output=True, text=True, check=False)
+def _child(module: str, case: dict[str, Any], mode: Mode) -> Measured:
+    command = [sys.executable, "-m", module, "--case", json.dumps({"case": case, "mode": asdict(mode)})]
+    env = {**os.environ, "OMP_NUM_THREADS": str(mode.threads)}
+    if mode.clock is None:
+        env["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)
+    done = subprocess.run(command, cwd=_ROOT, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{module} {case} ended with {done.returncode} (-9: out of memory):\n{done.stderr[-2000:]}")
     return Measured(**json.loads(done.stdout.splitlines()[-1]))

@@ -1,21 +1,19 @@
 """A training step of the hidden-only drafter, forward and backward without optimizer: the objective against straightforward.py.
 
 One conversation whose first 30 % are the prompt. SmolLM2's shape by default, fp32, random features; both contenders start
-from the same parameters, and their losses must agree to 1e-4. Peak memory is what the step needs above parameters and
+from the same parameters, and their losses must agree to 1e-4 before they are timed. Peak memory is what the step needs above parameters and
 features (see measure.py). Run from the root of the repository: python -m benchmarks.step --help
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import click
 import torch
 
-from benchmarks.measure import CLOCKS, MIB, Options, available_memory, contend, measure, ratio, report, table
+from benchmarks.measure import CLOCKS, MIB, Options, asked, available_memory, contend, measure, ratio, report, table
 from benchmarks.straightforward import Conversation, Straightforward
 from kvshot_ds.config import HiddenOnlyConfig, ObjectiveConfig
 from kvshot_ds.drafters.base import Drafter
@@ -118,15 +116,13 @@ def step(module: torch.nn.Module, loss_of: Callable[[], torch.Tensor]) -> float:
 
 
 def row(shape: Shape, options: Options) -> list[str]:
-    """One line of the table. Raises RuntimeError if the two losses disagree."""
+    """One line of the table."""
     needed = shape.straightforward_bytes()
     fits = needed < 0.8 * available_memory()
     cases = [{"ours": which, **asdict(shape)} for which in (True, False)[: 1 + fits]]
     mine, *others = contend("benchmarks.step", cases, options)
     cells = [f"{shape.draft_vocab}", f"{shape.length}", f"{shape.length / mine.seconds:.0f}", f"{mine.peak / MIB:.0f}"]
     for plain in others:
-        if abs(mine.value - plain.value) > 1e-4 * abs(plain.value):
-            raise RuntimeError(f"{shape}: loss {mine.value}, straightforward {plain.value}; they must agree to 1e-4")
         return [
             *cells,
             f"{shape.length / plain.seconds:.0f}",
@@ -158,10 +154,10 @@ def main(
     threads: int, clock: str, repeats: int, case: str | None,
 ) -> None:  # fmt: skip
     if case is not None:
-        asked: dict[str, Any] = json.loads(case)
-        contender = ours if asked.pop("ours") else straightforward
-        module, loss = contender(problem(Shape(**asked)))
-        report(measure(lambda: step(module, loss), threads, clock))
+        wanted, mode = asked(case)
+        contender = ours if wanted.pop("ours") else straightforward
+        module, loss = contender(problem(Shape(**wanted)))
+        report(measure(lambda: step(module, loss), mode))
         return
     options = Options(threads, clock, repeats)
     sizes = [(int(n), int(v)) for v in draft_vocabs.split(",") for n in lengths.split(",")]

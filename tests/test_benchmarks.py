@@ -71,12 +71,20 @@ def test_both_steps_agree_in_loss_and_gradients(draft_vocab):
         torch.testing.assert_close(got[name].grad, want[name].grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_contenders_that_disagree_are_refused(monkeypatch):
-    results = [measure.Measured(1.0, 100.0, 2.0), measure.Measured(3.0, 400.0, 2.001)]
-    for benchmark, shape in ((attention, attention.Shape(8, 2, 4, 2, 8)), (step, step.Shape(8, 2, 32, 4, 2, 8, 48, 60, 24))):
-        monkeypatch.setattr(benchmark, "contend", lambda *_: results)
-        with pytest.raises(RuntimeError, match="agree to 1e-4"):
-            benchmark.row(shape, measure.Options(1, "cpu", 1))
+@pytest.mark.parametrize("value", [2.001, float("nan")])
+def test_contenders_that_disagree_are_not_timed(value, monkeypatch):
+    calls = []
+
+    def child(module, case, mode):
+        calls.append(mode.clock)
+        return measure.Measured(0.0, 100.0, case["value"])
+
+    monkeypatch.setattr(measure, "_child", child)
+    with pytest.raises(RuntimeError, match="agree to 1e-4"):
+        measure.contend("m", [{"value": 2.0}, {"value": value}], measure.Options(1, "cpu", 2))
+    assert calls == [None, None]
+    assert len(measure.contend("m", [{"value": 2.0}, {"value": 2.0001}], measure.Options(1, "cpu", 2))) == 2
+    assert calls[2:] == [None, None, *["cpu"] * 4]
 
 
 def test_linear_fit():
@@ -89,11 +97,11 @@ def test_peak_memory_is_what_the_first_run_adds():
     """100 MiB that are given back before the run ends count; 300 MiB of inputs do not."""
     code = """if True:
         import torch
-        from benchmarks.measure import MIB, measure, report
+        from benchmarks.measure import MIB, Mode, measure, report
         inputs = torch.ones(300 * MIB // 4)
         def run():
             return float(torch.ones(100 * MIB // 4).sum() / inputs[0])
-        report(measure(run, 1, "wall"))
+        report(measure(run, Mode(1, "wall")))
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1])
     found = json.loads(done.stdout)
