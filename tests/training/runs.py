@@ -60,10 +60,10 @@ def before_each_step(monkeypatch: pytest.MonkeyPatch, call: Callable[[trainer.Se
     """`call(setup, micro-batches, n)` before the n-th (0-based) optimizer step of this process from now on."""
     plain, made = trainer.optimizer_step, [0]
 
-    def step(s: trainer.Setup, micro_batches: list[Any], meter: Any) -> None:
+    def step(s: trainer.Setup, micro_batches: list[Any], meter: Any, number: int) -> None:
         call(s, micro_batches, made[0])
         made[0] += 1
-        plain(s, micro_batches, meter)
+        plain(s, micro_batches, meter, number)
 
     monkeypatch.setattr(trainer, "optimizer_step", step)
 
