@@ -1,6 +1,6 @@
 """Seconds and peak memory of a case, each in a fresh process: `python -m benchmarks.X --case '{...}'` prints one JSON line.
 
-Memory is the growth of the process's resident high-water mark (`ru_maxrss`) while the case runs once, after the imports
+Memory is the growth of the process's resident high-water mark while the case runs once, after the imports
 and after its inputs (parameters and features, the same for every contender) were made. It is taken in a process of its
 own, in which glibc returns what is freed at once; seconds are taken with the allocator as it is, of the second of two
 runs. Contenders take turns, repeat by repeat, so that a slow minute of the machine hits them alike; medians are printed.
@@ -59,7 +59,10 @@ class Options:
 
 
 def _high_water() -> int:
-    """Largest resident size of this process so far, in bytes."""
+    """Most bytes this program has held. On Linux not `ru_maxrss`, which starts at what the parent held."""
+    status = Path("/proc/self/status")
+    if status.is_file():
+        return next(int(line.split()[1]) for line in status.read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM")) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

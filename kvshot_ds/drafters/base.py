@@ -147,10 +147,11 @@ class Drafter(nn.Module):
 
         A matrix is drawn by seed and name: drafters that differ in one part start alike in all others.
         """
+        start = (seed ^ seed >> 32) & 0xFFFFFFFF  # torch's CPU generator takes 32 bits of a seed into account
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 with torch.no_grad():
-                    module.weight.normal_(0, 0.02, generator=torch.Generator().manual_seed((seed << 32 | zlib.crc32(name.encode())) & (1 << 63) - 1))
+                    module.weight.normal_(0, 0.02, generator=torch.Generator().manual_seed(zlib.crc32(name.encode(), start)))
                     if module.bias is not None:
                         module.bias.zero_()
             elif isinstance(module, RMSNorm):

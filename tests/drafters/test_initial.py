@@ -125,6 +125,12 @@ def test_drafters_that_differ_in_one_part_start_alike_in_all_others(tiny_target,
     shared = plain.keys() & hybrid.keys()
     assert shared == plain.keys() and all(torch.equal(plain[name], hybrid[name]) for name in shared)
     assert not torch.equal(plain["layers.0.mlp.up_proj.weight"], plain["layers.1.mlp.up_proj.weight"])
+    drafter = build_drafter(HiddenOnlyConfig(depth=2), load_geometry(tiny_target), 50)
+    weights = []
+    for seed in (0, 1, 2, 1 << 40):
+        drafter.reset(seed)
+        weights.append(drafter.layers[0].mlp.up_proj.weight.clone())
+    assert not any(torch.equal(a, b) for i, a in enumerate(weights) for b in weights[:i])
 
 
 def test_gate_starts(tiny_target, parts):
