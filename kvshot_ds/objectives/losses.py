@@ -201,7 +201,7 @@ def _target(teacher: Teacher, rows: torch.Tensor, wide: torch.dtype) -> _Target:
         entropy[t] = inside - x.mul_(inner).sum(-1)  # z[t] is not read again
         torch.mul(inner, share[t, None], out=p[t])
     tiny = torch.finfo(wide).tiny
-    return _Target(p, share.clamp(min=tiny), share >= tiny, entropy)
+    return _Target(p, share.clamp(min=tiny), ~(share < tiny), entropy)
 
 
 class _Scratch(NamedTuple):

@@ -347,3 +347,13 @@ def test_token_confidence(chunk, tile):
     close(got, want.detach())
     close(-got[label >= 0].log(), c.run("hard_ce").row_loss[label >= 0])
     assert len(record(lambda: c.confidence(15)).products()) == 1
+
+
+@pytest.mark.parametrize("loss", ["soft_ce", "kl", "lk_lambda", "lk_alpha"])
+def test_a_damaged_teacher_shows_in_the_loss(loss):
+    """NaN is no teacher mass that happens to be small: it must not be masked."""
+    r = torch.Generator().manual_seed(0)
+    h, weight = torch.randn(3, 4, generator=r), torch.randn(5, 4, generator=r)
+    teacher = Teacher(torch.full((1, 4), float("nan")), weight, torch.zeros(1, dtype=torch.int64), torch.zeros(1), torch.zeros(1, dtype=torch.int64))
+    out = head_loss(h, weight, teacher, torch.zeros(3, dtype=torch.int64), np.array([0, 3]), torch.ones(3), torch.arange(5), 8, loss, 3.0)
+    assert out.loss.isnan()
