@@ -1,6 +1,6 @@
 # make demo [TARGET=smollm2|tiny]   the whole way on a small target, on CPU
 # make families [TARGET=...]            the same with one drafter of every family (an hour for smollm2 on 2 cores)
-# make bench                           attention and a whole training step against straightforward implementations (about 10 minutes)
+# make bench                           attention and a whole training step against straightforward implementations (about 20 minutes)
 # make test                         everything that has to pass: ruff, mypy, import-linter, pytest
 # make check                        the same without pytest
 # make clean                        removes what make has made here (the cache of targets stays)
