@@ -12,7 +12,7 @@ import click
 import torch
 
 from benchmarks.dense import causal_mask, dense_attention
-from benchmarks.measure import CLOCKS, MIB, Options, asked, available_memory, contend, linear_fit, measure, ratio, report, table
+from benchmarks.measure import MIB, Options, asked, available_memory, child_options, contend, linear_fit, measure, ratio, report, table
 from kvshot_ds.drafters.attention import KV, Span, merged_attention
 
 
@@ -83,12 +83,7 @@ def row(shape: Shape, options: Options) -> tuple[list[str], float]:
 @click.option("--heads", default=9, show_default=True, help="query heads")
 @click.option("--kv-heads", default=3, show_default=True, help="key/value heads")
 @click.option("--head-dim", default=64, show_default=True, help="size of a head")
-@click.option("--threads", default=1, show_default=True, help="CPU threads")
-@click.option(
-    "--clock", type=click.Choice(sorted(CLOCKS)), default="wall", show_default=True, help="cpu: of all threads together, for a machine that is shared"
-)
-@click.option("--repeats", default=3, show_default=True, help="processes for each case; medians are printed")
-@click.option("--case", hidden=True, help="run one case in this process")
+@child_options
 def main(lengths: str, steps: int, heads: int, kv_heads: int, head_dim: int, threads: int, clock: str, repeats: int, case: str | None) -> None:
     if case is not None:
         wanted, mode = asked(case)

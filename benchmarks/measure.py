@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import torch
 
@@ -27,6 +28,19 @@ _ROOT = Path(__file__).parents[1]
 MIB = 1 << 20
 # cpu: of all threads together; with one thread it is what an idle machine would take, whoever else is at work on it.
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def child_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of every benchmark that say how its cases are run."""
+    clock = "cpu: of all threads together, for a machine that is shared"
+    for option in (
+        click.option("--case", hidden=True, help="run one case in this process"),
+        click.option("--repeats", default=3, show_default=True, help="processes for each case; medians are printed"),
+        click.option("--clock", type=click.Choice(sorted(CLOCKS)), default="wall", show_default=True, help=clock),
+        click.option("--threads", default=1, show_default=True, help="CPU threads"),
+    ):
+        command = option(command)
+    return command
 
 
 @dataclass(frozen=True)

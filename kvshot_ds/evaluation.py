@@ -147,13 +147,14 @@ def measure(objective: Objective, steps: int, heldout: ShardSet, bigram: Bigram,
     one = torch.ones((), device=device)
     for at in tqdm(range(0, len(chosen), together), desc=f"eval {name}", unit="batch", mininterval=2):
         batch = collate([heldout.read(i, wanted) for i in chosen[at : at + together]])
-        plan, valid = plan_rows(batch, runs), plan_rows(batch, steps).valid.to(device)
+        plan = plan_rows(batch, runs)
+        valid = plan.valid if runs == steps else plan_rows(batch, steps).valid
         hits.append(_bigram_hits(batch, plan, bigram))
         moved = plan.to(device)
         out = objective(batch.to(device, torch.float32), moved, one)
         per = torch.zeros(4, len(batch.keys), steps, dtype=torch.float64, device=device)
         values = torch.zeros(4, len(plan.anchors), steps, dtype=torch.float64, device=device)
-        values[0] = valid.T
+        values[0] = valid.to(device).T
         values[1:, :, :runs] = torch.stack([x.T.double() for x in (out.correct, out.joint, out.prob)])
         parts.append(per.index_add_(1, moved.conversation, values).cpu().numpy())
         keys.extend(batch.keys)

@@ -1,7 +1,8 @@
-"""Atomic writes: a file is either the old one or the new one, whatever happens."""
+"""Files: checksums, and atomic writes, after which a file is either the old one or the new one, whatever happens."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -12,6 +13,12 @@ from kvshot_ds.errors import KvshotError
 
 class JsonError(KvshotError, ValueError):
     """A file that this project writes as JSON and that is none."""
+
+
+def file_sha256(path: Path) -> str:
+    """Hexadecimal sha256 of the bytes of `path`. Raises OSError if it cannot be read."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from kvshot_ds.config import TargetConfig
 from kvshot_ds.errors import ConfigError
 from kvshot_ds.features.spec import DTYPES, FeatureSpec, teacher_rows
-from kvshot_ds.files import read_json
+from kvshot_ds.files import file_sha256, read_json
 from kvshot_ds.geometry import Geometry
 
 # transformers 5.24 renames `past_key_values` (argument and output field) to `cache`; this is the one place that knows.
@@ -319,8 +319,7 @@ def tokenizer_digest(folder: Path) -> str:
 def _digest(folder: Path, names: list[str]) -> str:
     total = hashlib.sha256()
     for name in names:
-        with open(folder / name, "rb") as file:
-            total.update(f"{name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+        total.update(f"{name}\0{file_sha256(folder / name)}\n".encode())
     return total.hexdigest()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -79,6 +79,18 @@ class KVSourceConfig(Section):
             raise ValueError(f"drafter.family={family} needs KV; drafter.kv.injection=none takes it away; use family hidden_only, dflash or kv_only")
 
 
+def _layer_each(config: Any) -> Any:
+    """Of every family that reads the target's KV: one target layer for each draft layer, where that is asked for."""
+    config.kv.check_depth(config.depth)
+    return config
+
+
+def _given(config: Any) -> Any:
+    """Of every family that is nothing without the target's KV."""
+    config.kv.check_given(config.family)
+    return config
+
+
 class KVOnlyConfig(Section):
     """KVShot KV-only: token embeddings in, the target's KV cache read by cross-attention."""
 
@@ -86,10 +98,7 @@ class KVOnlyConfig(Section):
     depth: int = Field(2, ge=1, le=8, description="decoder layers")
     kv: KVSourceConfig = Field(default_factory=KVSourceConfig, description="memory read by the drafter")
 
-    @model_validator(mode="after")
-    def _layer_each(self) -> KVOnlyConfig:
-        self.kv.check_depth(self.depth)
-        return self
+    _layers = model_validator(mode="after")(_layer_each)
 
 
 class GateConfig(Section):
@@ -137,10 +146,11 @@ class HybridConfig(Section):
     gate: GateConfig = Field(default_factory=GateConfig, description="the gate")
     cross_only: bool = Field(False, description="leave the self path out: h = o (control)")
 
+    _kv_given = model_validator(mode="after")(_given)
+    _layers = model_validator(mode="after")(_layer_each)
+
     @model_validator(mode="after")
-    def _reads_kv(self) -> HybridConfig:
-        self.kv.check_given("hybrid")
-        self.kv.check_depth(self.depth)
+    def _something_to_gate(self) -> HybridConfig:
         if self.cross_only and self.gate != GateConfig():
             raise ValueError("cross_only=true leaves nothing to gate: drop the options of drafter.gate")
         return self
@@ -169,10 +179,7 @@ class KVBlockConfig(_BlockConfig):
     family: Literal["kv_block"] = Field("kv_block", description="block-wise drafter on the target's KV cache")
     kv: KVSourceConfig = Field(default_factory=KVSourceConfig, description="memory read by every layer")
 
-    @model_validator(mode="after")
-    def _layer_each(self) -> KVBlockConfig:
-        self.kv.check_depth(self.depth)
-        return self
+    _layers = model_validator(mode="after")(_layer_each)
 
 
 class HybridBlockConfig(_BlockConfig):
@@ -183,11 +190,8 @@ class HybridBlockConfig(_BlockConfig):
     kv: KVSourceConfig = Field(default_factory=KVSourceConfig, description="memory read by the cross path")
     gate: GateConfig = Field(default_factory=GateConfig, description="the gate")
 
-    @model_validator(mode="after")
-    def _reads_kv(self) -> HybridBlockConfig:
-        self.kv.check_given("hybrid_block")
-        self.kv.check_depth(self.depth)
-        return self
+    _kv_given = model_validator(mode="after")(_given)
+    _layers = model_validator(mode="after")(_layer_each)
 
 
 BlockConfig = DFlashConfig | KVBlockConfig | HybridBlockConfig

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from kvshot_ds.drafters.gate import GatedDelta
 from kvshot_ds.drafters.layer import DraftLayer, LayerOutput
 from kvshot_ds.drafters.layers import RMSNorm, Rotary, Rotation
-from kvshot_ds.drafters.projector import KVProjector
+from kvshot_ds.drafters.projector import KVProjector, KVSource
 from kvshot_ds.drafters.state import PLAIN, DraftState, Extras, Memory, Rows, Start
 from kvshot_ds.features.spec import FeatureSpec
 from kvshot_ds.geometry import Geometry
@@ -38,6 +38,7 @@ class Drafter(nn.Module):
     proposes the token at t + 2 + k from the un-normed hidden state h [N, d]. Training calls `unroll`, decoding `draft`.
 
     d2t [V_d] int64: draft id i proposes target id i + d2t[i]; t2d [V] bool: the target ids that can be proposed.
+    hidden_layers, source: the target's hidden states that are fused, and its KV cache, where the family reads them.
     own_head: the head is trained and saved with the drafter; otherwise the target's rows are lent by `bind`.
     recompute: layers are recomputed in the backward pass instead of keeping their activations.
     """
@@ -46,6 +47,8 @@ class Drafter(nn.Module):
     layers: nn.ModuleList
     d2t: torch.Tensor
     t2d: torch.Tensor
+    hidden_layers: tuple[int, ...] = ()
+    source: KVSource | None = None
 
     def __init__(self, g: Geometry, depth: int, draft_vocab_size: int, own_head: bool = True):
         super().__init__()
@@ -57,9 +60,13 @@ class Drafter(nn.Module):
         self.register_buffer("t2d", torch.zeros(g.vocab_size, dtype=torch.bool))
         self._lent: list[torch.Tensor] = []
 
-    @abstractmethod
     def required_features(self) -> FeatureSpec:
         """What must have been captured to train this drafter."""
+        hidden, kv = set(self.hidden_layers), set()
+        if self.source is not None:
+            hidden |= set(self.source.hidden_layers)
+            kv = set(self.source.kv_layers)
+        return FeatureSpec(tuple(sorted(hidden)), tuple(sorted(kv)), "last_hidden", "bf16")
 
     @abstractmethod
     def unroll(self, start: Start, tokens: torch.Tensor, extras: Extras = PLAIN) -> Unrolled:
@@ -68,6 +75,14 @@ class Drafter(nn.Module):
     @abstractmethod
     def draft(self, state: DraftState, start: Start, length: int) -> torch.Tensor:
         """Greedy proposals, at most `length`, from the last position of `start` (one row): target ids [<= length]."""
+
+    def read_cache(self, state: DraftState, start: Start) -> None:
+        """Extends every cross memory by what its projector makes of the target's states at the positions of `start`."""
+        projectors = [layer.projector for layer in self.draft_layers]
+        at = self.rotary(start.all.positions) if any(projectors) else None
+        for i, projector in enumerate(projectors):
+            if projector is not None and at is not None:
+                state.cross[i] = state.cross[i].extended(projector(start, at))
 
     def run_layer(
         self,

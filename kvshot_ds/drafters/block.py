@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from kvshot_ds.config import BlockConfig, KVBlockConfig, KVSourceConfig
+from kvshot_ds.config import BlockConfig, KVBlockConfig
 from kvshot_ds.drafters.base import Drafter, Unrolled
 from kvshot_ds.drafters.fusion import fuse
 from kvshot_ds.drafters.layer import DraftLayer
@@ -13,7 +13,7 @@ from kvshot_ds.drafters.layers import RMSNorm
 from kvshot_ds.drafters.projector import KVSource
 from kvshot_ds.drafters.state import PLAIN, DraftState, Extras, Start
 from kvshot_ds.errors import ConfigError
-from kvshot_ds.features.spec import FeatureSpec, resolve_hidden
+from kvshot_ds.features.spec import resolve_hidden
 from kvshot_ds.geometry import Geometry
 
 
@@ -32,28 +32,23 @@ class BlockDrafter(Drafter):
         if config.mask_token_id is not None and config.mask_token_id >= g.vocab_size:
             raise ConfigError(f"train.drafter.mask_token_id={config.mask_token_id} is no token of a target with {g.vocab_size}; use null for a trained one")
         self.mask_embedding = nn.Parameter(torch.zeros(g.hidden_size)) if config.mask_token_id is None else None
-        self.hidden_layers: tuple[int, ...] = ()
         if not isinstance(config, KVBlockConfig):
             self.hidden_layers = resolve_hidden(config.hidden_layers, g.num_layers, "train.drafter.hidden_layers", config.depth)
             self.fc = nn.Linear(len(self.hidden_layers) * g.hidden_size, g.hidden_size, bias=False)
             self.hidden_norm = RMSNorm(g.hidden_size, g.norm_eps)
         kv = getattr(config, "kv", None)
-        self.source = KVSource(g, kv or KVSourceConfig(injection="none"), config.depth)
+        self.source = source = None if kv is None else KVSource(g, kv, config.depth)
         self.layers = nn.ModuleList(
             DraftLayer(
                 g,
                 self_path=bool(self.hidden_layers),
                 cross=kv is not None,
-                projector=self.source.projector(i),
+                projector=None if source is None else source.projector(i),
                 qk_norm=kv is not None and kv.qk_norm,
                 gate=getattr(config, "gate", None),
             )
             for i in range(config.depth)
         )
-
-    def required_features(self) -> FeatureSpec:
-        hidden = {*self.hidden_layers, *self.source.hidden_layers}
-        return FeatureSpec(tuple(sorted(hidden)), tuple(sorted(set(self.source.kv_layers))), "last_hidden", "bf16")
 
     def slots(self, state: DraftState, start: Start) -> torch.Tensor:
         """Takes in the target's states at the n positions of `start` and runs the block of each selected row: h [B, N, d]."""
@@ -69,13 +64,13 @@ class BlockDrafter(Drafter):
 
     def _take_in(self, state: DraftState, start: Start) -> None:
         state.anchor(start.rows)
-        at = self.rotary(start.all.positions)
-        context = self.hidden_norm(fuse(self.fc, None, start, self.hidden_layers)) if self.hidden_layers else None
+        self.read_cache(state, start)
+        if not self.hidden_layers:
+            return
+        context, at = self.hidden_norm(fuse(self.fc, None, start, self.hidden_layers)), self.rotary(start.all.positions)
         for i, layer in enumerate(self.draft_layers):
-            if context is not None and layer.self_attn is not None:
-                state.own[i] = state.own[i].extended(layer.self_attn.key_value(context, at))
-            if layer.projector is not None:
-                state.cross[i] = state.cross[i].extended(layer.projector(start, at))
+            assert layer.self_attn is not None
+            state.own[i] = state.own[i].extended(layer.self_attn.key_value(context, at))
 
     def _mask(self, dtype: torch.dtype) -> torch.Tensor:
         """What stands at the masked slots [d]."""

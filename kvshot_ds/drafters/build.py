@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from pydantic import TypeAdapter
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as save_tensors
 
 from kvshot_ds.config import AnyDrafterConfig, DrafterConfig, HiddenOnlyConfig, HybridConfig, KVOnlyConfig
@@ -110,13 +110,22 @@ def read_info(folder: Path) -> DrafterInfo:
         raise KvshotError(f"{folder}/config.json: not the description of a drafter ({type(error).__name__}: {error}); export or train it again") from None
 
 
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a drafter folder by name. Raises KvshotError if they are not readable."""
+    file = folder / "model.safetensors"
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {key: opened.get_tensor(key) for key in opened.keys()}
+    except SafetensorError as error:
+        raise KvshotError(f"{file}: not readable as safetensors: {error}; copy the drafter again") from None
+
+
 def load_drafter(folder: Path, device: torch.device | str, dtype: torch.dtype) -> tuple[Drafter, DrafterInfo]:
     """A trained drafter, in evaluation mode. Raises KvshotError naming missing and unexpected tensors."""
     folder = find_drafter(folder)
     info = read_info(folder)
     drafter = build_drafter(info.config, info.geometry, info.draft_vocab_size)
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
-        tensors = {key: file.get_tensor(key) for key in file.keys()}
+    tensors = read_tensors(folder)
     wanted = drafter.state_dict()
     missing, unexpected = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
     wrong = [f"{k} {tuple(tensors[k].shape)} instead of {tuple(v.shape)}" for k, v in wanted.items() if k in tensors and tensors[k].shape != v.shape]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 from pathlib import Path
 
 import torch
 
 from kvshot_ds.errors import ConfigError
-from kvshot_ds.files import read_json
+from kvshot_ds.files import file_sha256, read_json
 
 
 def _files(folder: Path) -> list[Path]:
@@ -57,9 +56,4 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def file_digests(folder: Path) -> dict[str, str]:
     """sha256 of config.json and the weight files, by file name."""
-
-    def digest(path: Path) -> str:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
-    return {path.name: digest(path) for path in (folder / "config.json", *_files(folder))}
+    return {path.name: file_sha256(path) for path in (folder / "config.json", *_files(folder))}

@@ -10,7 +10,7 @@ from kvshot_ds.drafters.base import StepDrafter
 from kvshot_ds.drafters.fusion import fuse, fusion_norms
 from kvshot_ds.drafters.layer import DraftLayer
 from kvshot_ds.drafters.state import DraftState, Start
-from kvshot_ds.features.spec import FeatureSpec, resolve_hidden
+from kvshot_ds.features.spec import resolve_hidden
 from kvshot_ds.geometry import Geometry
 
 
@@ -33,9 +33,6 @@ class HiddenOnlyDrafter(StepDrafter):
     def make_layer(self, i: int) -> DraftLayer:
         return DraftLayer(self.g, wide=i == 0, self_path=True)
 
-    def required_features(self) -> FeatureSpec:
-        return FeatureSpec(tuple(sorted(set(self.hidden_layers))), (), "last_hidden", "bf16")
-
     def carried(self, h: torch.Tensor) -> torch.Tensor:
         return self.norm(h) if self.norm_output else h
 
@@ -45,9 +42,8 @@ class HiddenOnlyDrafter(StepDrafter):
         x = self.embed(start.tokens)
         rotations = self.rotations(start.all, 0)
         last = self.depth - 1
-        for i, layer in enumerate(self.draft_layers):
-            if layer.projector is not None:
-                state.cross[i] = state.cross[i].extended(layer.projector(start, self.rotary(start.all.positions)))
+        self.read_cache(state, start)
+        for i in range(self.depth):
             # Every position feeds the prefix of every layer; only the last layer can leave the other rows out.
             rows, select = (start.rows, start.select) if i == last else (start.all, None)
             x = self.run_layer(i, state, x, rows, rotations, fused, to_prefix=True, select=select)

@@ -6,7 +6,6 @@ from kvshot_ds.config import HybridConfig
 from kvshot_ds.drafters.hidden import HiddenOnlyDrafter
 from kvshot_ds.drafters.layer import DraftLayer
 from kvshot_ds.drafters.projector import KVSource
-from kvshot_ds.features.spec import FeatureSpec
 from kvshot_ds.geometry import Geometry
 
 
@@ -17,6 +16,7 @@ class HybridDrafter(HiddenOnlyDrafter):
     """
 
     family = "hybrid"
+    source: KVSource
 
     def __init__(self, g: Geometry, config: HybridConfig, draft_vocab_size: int):
         self.config = config
@@ -28,7 +28,3 @@ class HybridDrafter(HiddenOnlyDrafter):
         return DraftLayer(
             self.g, wide=i == 0, self_path=not self.config.cross_only, cross=True, projector=self.source.projector(i), qk_norm=self.config.kv.qk_norm, gate=gate
         )
-
-    def required_features(self) -> FeatureSpec:
-        hidden = {*self.hidden_layers, *self.source.hidden_layers}
-        return FeatureSpec(tuple(sorted(hidden)), tuple(sorted(set(self.source.kv_layers))), "last_hidden", "bf16")

@@ -10,7 +10,6 @@ from kvshot_ds.drafters.base import StepDrafter
 from kvshot_ds.drafters.layer import DraftLayer
 from kvshot_ds.drafters.projector import KVSource
 from kvshot_ds.drafters.state import DraftState, Start
-from kvshot_ds.features.spec import FeatureSpec
 from kvshot_ds.geometry import Geometry
 
 
@@ -24,16 +23,10 @@ class KVOnlyDrafter(StepDrafter):
 
     def __init__(self, g: Geometry, config: KVOnlyConfig, draft_vocab_size: int):
         super().__init__(g, config.depth, draft_vocab_size)
-        self.source = KVSource(g, config.kv, config.depth)
-        self.layers = nn.ModuleList(DraftLayer(g, cross=True, projector=self.source.projector(i), qk_norm=config.kv.qk_norm) for i in range(config.depth))
-
-    def required_features(self) -> FeatureSpec:
-        return FeatureSpec(tuple(sorted(set(self.source.hidden_layers))), tuple(sorted(set(self.source.kv_layers))), "last_hidden", "bf16")
+        self.source = source = KVSource(g, config.kv, config.depth)
+        self.layers = nn.ModuleList(DraftLayer(g, cross=True, projector=source.projector(i), qk_norm=config.kv.qk_norm) for i in range(config.depth))
 
     def begin(self, state: DraftState, start: Start) -> torch.Tensor:
         state.anchor(start.rows)
-        at = self.rotary(start.all.positions)
-        for i, layer in enumerate(self.draft_layers):
-            if layer.projector is not None:
-                state.cross[i] = state.cross[i].extended(layer.projector(start, at))
+        self.read_cache(state, start)
         return self.forward_step(state, start.tokens[start.select], 0)

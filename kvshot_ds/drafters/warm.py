@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -11,13 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from kvshot_ds.drafters.base import Drafter
-from kvshot_ds.drafters.build import DrafterInfo, find_drafter, read_info
+from kvshot_ds.drafters.build import DrafterInfo, find_drafter, read_info, read_tensors
 from kvshot_ds.drafters.cost import weightless
 from kvshot_ds.drafters.projector import KVSource
 from kvshot_ds.errors import ConfigError, KvshotError
+from kvshot_ds.files import file_sha256
 
 VOCABULARY = ("d2t", "t2d")  # never taken: the draft vocabulary is chosen from the training data
 HEAD = "lm_head.weight"  # its rows are those of the draft vocabulary
@@ -92,7 +91,7 @@ def warm_start(drafter: Drafter, source: Path, patterns: tuple[str, ...], target
     folder = find_drafter(Path(source))
     info = read_info(folder)
     _check_target(folder, info, drafter, target_digest)
-    theirs = _read(folder / "model.safetensors")
+    theirs = read_tensors(folder)
     ids, source_ids = drafter.draft_ids.cpu(), _draft_ids(folder, theirs)
     own = {k: v for k, v in drafter.state_dict(keep_vars=True).items() if k not in VOCABULARY}
     theirs = {k: v for k, v in theirs.items() if k not in VOCABULARY}
@@ -117,7 +116,7 @@ def warm_start(drafter: Drafter, source: Path, patterns: tuple[str, ...], target
             differs.append(ShapeDiffers(name, tuple(theirs[name].shape), tuple(own[name].shape)))
     report = WarmReport(
         source=folder,
-        digest=_digest(folder / "model.safetensors"),
+        digest=file_sha256(folder / "model.safetensors"),
         taken=tuple(taken),
         partial=tuple(partial),
         shape_differs=tuple(differs),
@@ -171,24 +170,11 @@ def _take_rows(own: torch.Tensor, ids: torch.Tensor, theirs: torch.Tensor, sourc
     return int(shared.sum())
 
 
-def _read(file: Path) -> dict[str, torch.Tensor]:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return {key: opened.get_tensor(key) for key in opened.keys()}
-    except SafetensorError as error:
-        raise KvshotError(f"{file}: not readable as safetensors: {error}; copy the drafter again") from None
-
-
 def _draft_ids(folder: Path, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     """Target ids of the source's draft vocabulary [V_s]."""
     if "d2t" not in tensors or tensors["d2t"].ndim != 1 or (HEAD in tensors and len(tensors[HEAD]) != len(tensors["d2t"])):
         raise KvshotError(f"{folder}/model.safetensors: expected d2t, one entry for each row of {HEAD}; copy the drafter again, or train it again")
     return tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _notes(drafter: Drafter, info: DrafterInfo) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ import torch
 from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.features.manifest import Manifest, Rejected, Sample, ShardIndex, Split, check_key
 from kvshot_ds.features.spec import DTYPES, FeatureSpec, teacher_rows
+from kvshot_ds.files import file_sha256
 from kvshot_ds.geometry import Geometry
 
 _BLOCK = 512  # a tar is made of blocks of this many bytes; headers take one, data is padded to whole ones
@@ -115,8 +116,7 @@ class ShardReader:
     def check_bytes(self) -> None:
         """Compares the tar with its checksum. Raises KvshotError if they differ."""
         self.check_size()
-        with open(self.path, "rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        found = file_sha256(self.path)
         if found != self.index.sha256:
             raise KvshotError(f"{self.path}: sha256 {found[:16]}, its index says {self.index.sha256[:16]}: damaged; delete it and run kvshot capture again")
 

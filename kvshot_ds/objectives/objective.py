@@ -65,6 +65,7 @@ class Objective(nn.Module):
         # Lent, not owned: neither a parameter nor saved with the drafter.
         whole = len(drafter.d2t) == len(target_head)
         own = drafter.lm_head is not None
+        self._draft_index = [torch.where(drafter.t2d, drafter.t2d.cumsum(0) - 1, -1)]  # target id -> draft id, -1 outside
         self._teacher_head = [drafter.head_weight if not own else target_head if whole else target_head[drafter.draft_ids].contiguous()]
 
     def required_features(self) -> FeatureSpec:
@@ -86,8 +87,7 @@ class Objective(nn.Module):
     def forward(self, batch: Batch, plan: RowPlan, normaliser: torch.Tensor) -> Output:
         """loss = sum over steps and rows of weight * loss / normaliser (scalar tensor: supervised rows over all ranks and micro-steps)."""
         d, config = self.drafter, self.config
-        index = torch.where(d.t2d, d.t2d.cumsum(0) - 1, -1)  # target id -> draft id
-        teacher = Teacher(batch.teacher_hidden, self._teacher_head[0], batch.teacher_argmax, batch.teacher_lse, index[plan.labels])
+        teacher = Teacher(batch.teacher_hidden, self._teacher_head[0], batch.teacher_argmax, batch.teacher_lse, self._draft_index[0][plan.labels])
         judged = teacher.label >= 0 if config.loss == "hard_ce" else d.t2d[batch.teacher_argmax]
         unrolled = self.unroll(batch, plan)
         normed = self._at_picks(unrolled.h, plan)
@@ -99,13 +99,14 @@ class Objective(nn.Module):
             return values.new_zeros(plan.valid.numel()).index_put_((plan.picks,), values).view_as(plan.valid)
 
         weight = step_weights(config, plan.steps_of, plan.picks, plan.valid, confidence) * judged[plan.teacher_of]
-        out = self._head(normed, teacher, plan, weight / normaliser)
+        share = weight / normaliser
+        out = self._head(normed, teacher, plan, share)
         zero = out.loss.new_zeros(())
         branch = query = zero
         if unrolled.kv_branch is not None:
-            branch = config.kv_branch_weight * self._head(self._at_picks(unrolled.kv_branch, plan), teacher, plan, weight / normaliser).loss
+            branch = config.kv_branch_weight * self._head(self._at_picks(unrolled.kv_branch, plan), teacher, plan, share).loss
         if unrolled.queries:
-            query = config.query_distill_weight * self._query_error(unrolled.queries, batch, plan, weight / normaliser)
+            query = config.query_distill_weight * self._query_error(unrolled.queries, batch, plan, share)
         correct = spread(out.correct)
         joint = correct.cumprod(0).bool() & plan.valid
         losses = out.row_loss * judged[plan.teacher_of]
