@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from upath import UPath
 
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-_NAMES = {str: "text", Path: "path", type(None): "null"}
+_NAMES = {str: "text", Path: "path", UPath: "URL", type(None): "null"}
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,7 @@ def test_the_table_says_type_default_and_condition() -> None:
     lr = table["train.optim.lr", ""]
     assert (lr.type, lr.default) == ("float > 0", "0.001")
     assert table["name", ""].default == "required"
-    assert table["prep.sources[].path", ""].default == "required"
+    assert table["target.path", ""].default == "required"
     family = table["train.drafter.family", ""]
     assert (family.type, family.default) == ("hidden_only|kv_only|hybrid|dflash|kv_block|hybrid_block", "hidden_only")
     assert table["train.drafter.depth", "train.drafter.family=kv_only"].default == "2"

@@ -6,7 +6,7 @@ and uses its own section; paths left empty follow from `work` and `name`. Relati
 directory, except that of `extends`.
 """
 
-from kvshot_ds.config.base import Dtype, Layers, Section
+from kvshot_ds.config.base import Dtype, Layers, Section, Storage
 from kvshot_ds.config.drafters import (
     AnyDrafterConfig,
     BlockConfig,
@@ -20,29 +20,30 @@ from kvshot_ds.config.drafters import (
     KVOnlyConfig,
     KVSourceConfig,
 )
-from kvshot_ds.config.recipe import Recipe, dump_recipe, load_recipe, merge, parse_override
-from kvshot_ds.config.stages import (
-    CaptureConfig,
-    DecodeConfig,
-    EvalConfig,
-    FeatureConfig,
+from kvshot_ds.config.preparation import (
+    CleaningConfig,
+    EndpointConfig,
     PrepConfig,
     RegenerateConfig,
-    ReportConfig,
+    Rule,
     SourceConfig,
     SynthesisConfig,
-    TargetConfig,
+    TemplateConfig,
 )
+from kvshot_ds.config.recipe import Recipe, dump_recipe, load_recipe, merge, parse_override
+from kvshot_ds.config.stages import CaptureConfig, DecodeConfig, EvalConfig, FeatureConfig, ReportConfig, StoreConfig, TargetConfig
 from kvshot_ds.config.training import InitConfig, ObjectiveConfig, OptimConfig, TrainConfig
 
 __all__ = [
     "AnyDrafterConfig",
     "BlockConfig",
     "CaptureConfig",
+    "CleaningConfig",
     "DFlashConfig",
     "DecodeConfig",
     "DrafterConfig",
     "Dtype",
+    "EndpointConfig",
     "EvalConfig",
     "FeatureConfig",
     "GateConfig",
@@ -60,10 +61,14 @@ __all__ = [
     "Recipe",
     "RegenerateConfig",
     "ReportConfig",
+    "Rule",
     "Section",
     "SourceConfig",
+    "Storage",
+    "StoreConfig",
     "SynthesisConfig",
     "TargetConfig",
+    "TemplateConfig",
     "TrainConfig",
     "dump_recipe",
     "load_recipe",

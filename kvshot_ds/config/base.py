@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
 Dtype = Literal["fp32", "bf16"]
+Storage = Literal["fp32", "bf16", "fp8", "int8"]
 
 
 def _layer_ids(layers: tuple[int, ...]) -> tuple[int, ...]:

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, PlainSerializer, PlainValidator, ValidationError
+from upath import UPath
 
 from kvshot_ds.config.base import Section
-from kvshot_ds.config.stages import CaptureConfig, DecodeConfig, EvalConfig, PrepConfig, ReportConfig, TargetConfig
+from kvshot_ds.config.preparation import PrepConfig
+from kvshot_ds.config.stages import CaptureConfig, DecodeConfig, EvalConfig, ReportConfig, TargetConfig
 from kvshot_ds.config.training import TrainConfig
 from kvshot_ds.errors import ConfigError
+from kvshot_ds.files import AnyPath, location
 from kvshot_ds.options import explain
+
+
+def _place(value: Any) -> AnyPath | None:
+    if value is not None and not isinstance(value, str | Path | UPath):
+        raise ValueError("expected a path or a URL")
+    try:
+        return None if value is None else location(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
+def _text(place: AnyPath | None) -> str | None:
+    return None if place is None else str(place)
 
 
 class Recipe(Section):
@@ -20,8 +36,10 @@ class Recipe(Section):
 
     name: str = Field(description="names the run; its outputs go to work/runs/<name>", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     work: Path = Field(description="folder of all outputs")
-    prepared: Path | None = Field(None, description="prepared conversations; empty means work/prepared")
-    shards: Path | None = Field(None, description="feature shards; empty means work/features")
+    prepared: Path | None = Field(None, description="prepared conversations, on storage that every worker sees; empty means work/prepared")
+    shards: Annotated[Path | UPath | None, PlainValidator(_place), PlainSerializer(_text, when_used="json")] = Field(
+        None, description="feature shards: a folder, or a URL such as s3://bucket/folder (pip install s3fs) or gs://bucket/folder; empty means work/features"
+    )
     target: TargetConfig = Field(description="the frozen model")
     prep: PrepConfig = Field(default_factory=PrepConfig, description="kvshot prep")
     capture: CaptureConfig = Field(default_factory=CaptureConfig, description="kvshot capture")
@@ -35,7 +53,7 @@ class Recipe(Section):
         return self.prepared or self.work / "prepared"
 
     @property
-    def shards_dir(self) -> Path:
+    def shards_dir(self) -> AnyPath:
         return self.shards or self.work / "features"
 
     @property

@@ -1,13 +1,13 @@
-"""Options of every command but training: target, prep, capture, eval, decode, report."""
+"""Options of every command but preparation and training: target, capture, eval, decode, report."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from kvshot_ds.config.base import Dtype, Layers, Section
+from kvshot_ds.config.base import Dtype, Layers, Section, Storage
 
 
 class TargetConfig(Section):
@@ -16,59 +16,17 @@ class TargetConfig(Section):
     path: Path = Field(description="Hugging Face folder of the target (config.json, safetensors, tokenizer)")
     dtype: Dtype = Field("bf16", description="dtype the target runs in")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the target runs; auto takes an accelerator if there is one")
+    device_map: Literal["none", "auto"] = Field("none", description="auto: spread the layers of one target over all GPUs its worker sees (needs accelerate)")
     trust_remote_code: bool = Field(False, description="run code that the target's folder carries")
 
 
-class SourceConfig(Section):
-    """One file of conversations or prompts."""
+class StoreConfig(Section):
+    """How features are stored. fp8: e4m3 with one scale per token and head; int8: the same with 255 even steps."""
 
-    path: Path = Field(description="file to read")
-    format: Literal["auto", "sharegpt", "messages", "prompts"] = Field(
-        "auto",
-        description="sharegpt: JSON list or JSONL of {conversations: [{from, value}]}; messages: JSONL of {messages: [{role, content}]}; "
-        "prompts: one prompt a line",
-    )
-
-
-class SynthesisConfig(Section):
-    """Prompts the target writes itself from an empty user turn (Magpie, arXiv 2406.08464)."""
-
-    count: int = Field(0, ge=0, description="prompts to synthesise")
-    max_new_tokens: int = Field(64, ge=1, description="longest prompt [tokens]")
-    temperature: float = Field(1.0, gt=0, description="sampling temperature")
-    top_p: float = Field(0.95, gt=0, le=1, description="nucleus mass")
-
-
-class RegenerateConfig(Section):
-    """Answers written by the target, so that the drafter learns the target's own distribution."""
-
-    enabled: bool = Field(True, description="replace assistant turns by the target's own answers; prompts without answers need it")
-    max_new_tokens: int = Field(160, ge=1, description="longest answer [tokens]")
-    temperature: float = Field(0.0, ge=0, description="0 is greedy")
-    top_p: float = Field(1.0, gt=0, le=1, description="nucleus mass, when sampling")
-
-
-class PrepConfig(Section):
-    """Conversations or prompts in; cleaned, answered, tokenised conversations with an assistant mask out."""
-
-    sources: tuple[SourceConfig, ...] = Field((), description="files to read, in order")
-    synthesis: SynthesisConfig = Field(default_factory=SynthesisConfig, description="prompt synthesis")
-    regenerate: RegenerateConfig = Field(default_factory=RegenerateConfig, description="answers by the target")
-    max_length: int = Field(2048, ge=8, description="longer conversations are cut here, kept if supervised tokens remain [tokens]")
-    heldout_fraction: float = Field(0.1, ge=0, lt=1, description="share of conversations held out, chosen by a stable hash of the conversation")
-    batch_size: int = Field(32, ge=1, description="sequences generated together, per worker")
-    workers: int = Field(1, ge=1, description="Ray actors generating in parallel, each holding the target")
-    cpus_per_worker: float = Field(1, gt=0, description="CPU cores of one worker")
-    gpus_per_worker: float = Field(0, ge=0, description="GPUs of one worker")
-    seed: int = Field(0, ge=0, lt=1 << 63, description="seed of sampling")
-
-    @model_validator(mode="after")
-    def _answers(self) -> PrepConfig:
-        if not self.regenerate.enabled and (self.synthesis.count or any(s.format == "prompts" for s in self.sources)):
-            raise ValueError("prompts have no answers: regenerate.enabled=false works only with conversations that have them, and synthesis.count=0")
-        if self.regenerate.enabled and self.regenerate.max_new_tokens >= self.max_length:
-            raise ValueError(f"regenerate.max_new_tokens={self.regenerate.max_new_tokens} leaves no room for a prompt within max_length={self.max_length}")
-        return self
+    hidden: Storage = Field("bf16", description="hidden states, one scale per group of head_dim channels")
+    kv: Storage = Field("bf16", description="keys and values")
+    query: Storage = Field("bf16", description="queries")
+    teacher: Dtype = Field("bf16", description="last hidden state of the teacher, or log-probabilities of its best tokens")
 
 
 class FeatureConfig(Section):
@@ -83,10 +41,13 @@ class FeatureConfig(Section):
     query_layers: Layers | Literal["eagle3", "all", "none"] = Field(
         "none", description="0-based layers whose queries are kept at the teacher rows, for query distillation and diagnostics; eagle3 = (2, L//2, L-3)"
     )
-    teacher: Literal["last_hidden", "none"] = Field(
-        "last_hidden", description="teacher signal: the hidden state entering the LM head (after the final norm), arg-max and log-sum-exp of the logits"
+    teacher: Literal["last_hidden", "last_hidden_unnormed", "top_k", "none"] = Field(
+        "last_hidden",
+        description="teacher signal at the supervised rows, besides arg-max and log-sum-exp of the logits. last_hidden: the state entering the LM head (after "
+        "the final norm); last_hidden_unnormed: the one before that norm; top_k: the best tokens and their log-probabilities",
     )
-    dtype: Dtype = Field("bf16", description="dtype of the stored features")
+    teacher_k: int = Field(64, ge=1, description="tokens kept by teacher=top_k")
+    store: StoreConfig = Field(default_factory=StoreConfig, description="how each kind of feature is stored")
 
 
 class CaptureConfig(Section):
@@ -95,6 +56,7 @@ class CaptureConfig(Section):
     features: FeatureConfig = Field(default_factory=FeatureConfig, description="what is captured")
     tokens_per_batch: int = Field(4096, ge=1, description="token budget of one forward of the target, padding included [tokens]")
     conversations_per_shard: int = Field(64, ge=1, description="conversations in one tar")
+    spool: Path | None = Field(None, description="local folder where a shard is written before it is sent to a shards URL; null: the system's temporary folder")
     workers: int = Field(1, ge=1, description="Ray actors, each holding the target")
     cpus_per_worker: float = Field(1, gt=0, description="CPU cores of one worker")
     gpus_per_worker: float = Field(0, ge=0, description="GPUs of one worker")

@@ -104,6 +104,12 @@ class TrainConfig(Section):
         32000, ge=2, description="most frequent supervised tokens the drafter may propose; the target's vocabulary size gives the full vocabulary [tokens]"
     )
     epochs: int = Field(1, ge=1, description="passes over the train split")
+    max_conversations: int = Field(
+        0,
+        ge=0,
+        description="train on the first so many conversations of the train split, 0 means all; they lie in order of a hash (after a merge: those of the "
+        "lowest keys), so a smaller set lies within a larger one. The draft vocabulary is chosen from the whole split",
+    )
     max_steps: int = Field(0, ge=0, description="stop after so many optimizer steps; 0 means all epochs")
     conversations_per_step: int = Field(8, ge=1, description="conversations in one optimizer step over all ranks")
     conversations_per_micro_batch: int = Field(1, ge=1, description="conversations in one forward of one rank")
@@ -112,7 +118,7 @@ class TrainConfig(Section):
         False, description="recompute the layers of a step in the backward pass instead of keeping their activations: less memory, more time"
     )
     compile: bool = Field(False, description="torch.compile of the layers' dense parts; needs a C++ compiler on CPU")
-    data_workers: int = Field(1, ge=0, description="loader processes of one rank")
+    data_workers: int = Field(1, ge=0, description="threads of one rank that read features ahead; 0: read as they are asked for")
     log_every: int = Field(10, ge=1, description="optimizer steps between TensorBoard points")
     checkpoint_every: int = Field(200, ge=1, description="optimizer steps between checkpoints")
     keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints kept")
