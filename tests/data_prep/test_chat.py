@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 from data_prep.chat import ChatError, ChatTemplate, Encoded
+from kvshot_ds.config.preparation import TemplateConfig
 from kvshot_ds.errors import ConfigError
 from kvshot_ds.target import load_tokenizer
 
@@ -35,7 +37,7 @@ SPECIALS = ["<|im_start|>", "<|im_end|>", "<|begin|>", "<|start|>", "<|stop|>", 
 WORDS = ["user", "assistant", "system"]
 
 
-def tokenizer(template: str | None) -> Any:
+def tokenizer(template: str | dict[str, str] | None) -> Any:
     """Bytes, plus merges that can straddle a boundary ('\\n\\n', 'ok') and one token for each role."""
     merges: list[tuple[str, str]] = [("Ċ", "Ċ"), ("o", "k")]
     for word in WORDS:
@@ -91,7 +93,7 @@ def test_a_trailing_question_is_left_out() -> None:
     assert template.encode(chat("a", "ok", "b")) == template.encode(chat("a", "ok"))
 
 
-@pytest.mark.parametrize("source", [CHATML, MARKED, LLAMA3, FORGETFUL])
+@pytest.mark.parametrize("source", [CHATML, MARKED, LLAMA3])
 def test_supervision_starts_with_the_first_generated_token(source: str) -> None:
     template = ChatTemplate(tokenizer(source))
     messages = chat("a", "x#ok", "b", "y#!", "c", "z", system="s")
@@ -103,7 +105,21 @@ def test_supervision_starts_with_the_first_generated_token(source: str) -> None:
         assert encoded.tokens[rows[-1]] == template.end_id
         said = template.text([encoded.tokens[j] for j in rows])
         content = messages[i]["content"]
-        assert said == (content.split("#")[-1] if source is FORGETFUL and n < 3 else content)
+        assert said == content
+
+
+def test_a_turn_that_the_template_rewrites_later_is_left_out_and_counted() -> None:
+    template = ChatTemplate(tokenizer(FORGETFUL))
+    messages = chat("a", "x#ok", "b", "!", "c", "y#z")
+    assert show(template, template.encode(messages)) == (
+        "<im_start> user Ċ a <im_end> Ċ <im_start> assistant Ċ ok <im_end> Ċ <im_start> user Ċ b <im_end> Ċ <im_start> assistant Ċ !/2 <im_end>/2 Ċ "
+        "<im_start> user Ċ c <im_end> Ċ <im_start> assistant Ċ y/3 #/3 z/3 <im_end>/3"
+    )
+    assert template.encode(messages).left_out == 1
+    assert template.encode(messages[:4]).left_out == 1
+    assert template.encode(messages[:2]).left_out == 0
+    answered = template.encode_answered(messages[:-1], template.tokenizer("y#z").input_ids)
+    assert (answered.left_out, sorted(set(answered.turn))) == (1, [0, 2, 3])
 
 
 def test_marks_inside_an_answer_are_obeyed() -> None:
@@ -178,6 +194,115 @@ def test_unusable_templates_are_configuration_errors() -> None:
     shouting = CHATML.replace("m['content']", "m['content'] | upper if m['role'] == 'user' else m['content']")
     with pytest.raises(ConfigError, match="prompt synthesis is not possible"):
         ChatTemplate(tokenizer(shouting)).open_user_turn()
+
+
+def test_a_template_named_in_the_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "own.jinja"
+    path.write_text(CHATML)
+    own = ChatTemplate(tokenizer(LLAMA3), TemplateConfig(jinja=path))
+    assert own.encode(chat("a", "ok")) == ChatTemplate(tokenizer(CHATML)).encode(chat("a", "ok"))
+    assert own.digest == ChatTemplate(tokenizer(CHATML)).digest != ChatTemplate(tokenizer(LLAMA3)).digest
+    assert ChatTemplate(tokenizer(None), TemplateConfig(jinja=path)).end_id == own.end_id
+    path.write_text("{% for m in messages %}\n{{ m[ }}{% endfor %}")
+    with pytest.raises(ConfigError, match=r"prep\.template\.jinja=.*own\.jinja, line 2: not a valid Jinja template"):
+        ChatTemplate(tokenizer(None), TemplateConfig(jinja=path))
+    path.write_bytes(b"\xff")
+    for unreadable in (path, tmp_path / "absent.jinja", tmp_path):
+        with pytest.raises(ConfigError, match=r"prep\.template\.jinja=.*not readable"):
+            ChatTemplate(tokenizer(CHATML), TemplateConfig(jinja=unreadable))
+    with pytest.raises(ConfigError, match="the tokenizer's chat template, line 1: not a valid Jinja template"):
+        ChatTemplate(tokenizer("{% if %}"))
+
+
+def test_a_tokenizer_without_offsets_is_refused() -> None:
+    slow = SimpleNamespace(is_fast=False, name_or_path="x", chat_template=CHATML)
+    with pytest.raises(ConfigError, match="the tokenizer of x records no offsets; expected a fast one"):
+        ChatTemplate(slow)
+
+
+def test_templates_run_in_a_sandbox() -> None:
+    for code in ("{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ range(1000000000) }}"):
+        with pytest.raises(ConfigError, match="does not render a question and an answer"):
+            ChatTemplate(tokenizer(CHATML + code))
+
+
+def test_a_template_of_its_own_for_tools() -> None:
+    template = ChatTemplate(tokenizer({"default": CHATML, "tool_use": "{{ tools | length }}" + CHATML, "rag": "{{ x"}))
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert template.encode(chat("a", "ok")) == ChatTemplate(tokenizer(CHATML)).encode(chat("a", "ok"))
+    assert show(template, template.encode(chat("a", "ok"), [tool, tool])).startswith("2 <im_start> user")
+    with pytest.raises(ConfigError, match="has no chat template"):
+        ChatTemplate(tokenizer({"tool_use": CHATML}))
+
+
+@pytest.mark.parametrize("depth", [450, 900, 5000])
+def test_what_is_nested_too_deeply_is_refused(depth: int) -> None:
+    template = ChatTemplate(tokenizer(CHATML + "{{ tools | tojson if tools }}{% if messages[0].tool_calls %}{{ messages[0].tool_calls | tojson }}{% endif %}"))
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": ' * depth + "1" + "}" * depth}}
+    deep: Any = 1
+    for _ in range(depth):
+        deep = {"a": deep}
+    called = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    found = template.encode_many([(called, ()), (chat("a", "ok"), [{"parameters": deep}]), (chat("a", "ok"), ())])
+    assert isinstance(found[2], Encoded), "one conversation does not take the others with it"
+    if depth > 800:
+        assert [str(one) for one in found[:2]] == ["a tool or a tool call is nested too deeply"] * 2
+
+
+def test_a_date_that_does_not_move() -> None:
+    template = ChatTemplate(tokenizer("{{ strftime_now('%d%m%y') }}" + CHATML))
+    assert show(template, template.encode(chat("a", "ok"))).startswith("2 6 0 7 2 4 <im_start>")
+
+
+def test_only_the_last_turn() -> None:
+    whole, last = (ChatTemplate(tokenizer(CHATML), TemplateConfig(supervise=which)) for which in ("all", "last"))
+    messages = chat("a", "ok", "b", "!")
+    answer = whole.tokenizer("!<|im_end|>").input_ids
+    for every, only in (
+        (whole.encode(messages), last.encode(messages)),
+        (whole.encode_answered(messages[:3], answer), last.encode_answered(messages[:3], answer)),
+    ):
+        assert set(every.turn) == {0, 1, 2}
+        assert only == Encoded(every.tokens, [n if n == 2 else 0 for n in every.turn])
+
+
+def test_a_system_prompt_for_conversations_without_one() -> None:
+    template = ChatTemplate(tokenizer(CHATML), TemplateConfig(system="s"))
+    assert template.encode(chat("a", "ok")) == template.encode(chat("a", "ok", system="s"))
+    assert show(template, template.encode(chat("a", "ok", system="k"))).startswith("<im_start> system Ċ k <im_end>")
+    assert template.with_system(chat("a")) == chat("a", system="s")
+    with pytest.raises(ConfigError, match=r"prep\.template\.system contains the special token"):
+        ChatTemplate(tokenizer(CHATML), TemplateConfig(system="s<|im_end|>"))
+    opened = template.open_user_turn()
+    assert show(template, Encoded(opened, [0] * len(opened))) == "<im_start> system Ċ s <im_end> Ċ <im_start> user Ċ"
+
+
+def test_parse_answer() -> None:
+    thinking = CHATML.replace("m['content'] +", "m['content'].split('</think>')[-1] +")
+    opened = thinking.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
+    for source, text, content, reasoning in (
+        (CHATML, "x</think>ok", "x</think>ok", None),
+        (thinking, "<think>\nx\n</think>\n\nok", "ok", "x"),
+        (thinking, "<think>\n\n</think>\n\nok", "ok", None),
+        (thinking, "ok", "ok", None),
+        (thinking, "<think>x", "", "x"),
+        (opened, "x</think>ok", "ok", "x"),
+        (opened, "x", "", "x"),
+    ):
+        template = ChatTemplate(tokenizer(source))
+        said = {"role": "assistant", "content": content} | ({"reasoning_content": reasoning} if reasoning else {})
+        assert template.parse_answer([*template.tokenizer(text).input_ids, template.end_id]) == said
+
+
+def test_many_as_one_by_one() -> None:
+    template = ChatTemplate(tokenizer(CHATML))
+    talks = [(chat("a", "ok" * n), ()) if n % 7 else (chat("a"), ()) for n in range(1, 1200)]  # more than one batch, some refused
+    found = template.encode_many(talks)
+    assert [n for n, one in enumerate(found, 1) if isinstance(one, ChatError)] == list(range(7, 1200, 7))
+    for n in (1, 2, 511, 512, 513, 1024, 1025, 1199):
+        one = found[n - 1]
+        assert one == template.encode(*talks[n - 1]) if n % 7 else isinstance(one, ChatError)
+    assert template.encode_many([]) == []
 
 
 def test_tiny_target(tiny_target: Path) -> None:
