@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import attention, dense, measure, step
+from benchmarks import attention, dense, generate, measure, step
 
 TINY = ["--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--steps", "3", "--repeats", "1", "--clock", "cpu"]
 
@@ -30,6 +30,16 @@ def test_step_prints_its_table():
     rows = [line.split() for line in done.output.splitlines()[2:]]
     assert [row[:2] for row in rows] == [["24", "40"], ["60", "40"]]
     assert all(float(row[i]) > 0 for row in rows for i in (2, 4, 6))
+
+
+@pytest.mark.parametrize("spread", [[], ["--spread"]])
+def test_generate_prints_its_table(tiny_target, spread):
+    arguments = ["--target", str(tiny_target), "--prompts", "9", "--batch-size", "4", "--max-new-tokens", "12", *spread]
+    done = CliRunner().invoke(generate.main, arguments)
+    assert done.exit_code == 0, done.output
+    assert "9 of 9 answers are the same" in done.output
+    ours, plain = (re.search(rf"^ *{name} +(\d+) +[\d.]+ +[\d.]+$", done.output, re.MULTILINE) for name in ("full batch", "model.generate"))
+    assert ours and plain and ours[1] == plain[1] and int(ours[1]) > 30
 
 
 def test_a_contender_that_fails_is_shown():
