@@ -6,10 +6,14 @@ import json
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +23,9 @@ import pytest
 from data_prep import prepare
 from data_prep.chat import ChatTemplate
 from data_prep.pool import Pool, sole_user
-from kvshot_ds.config import Recipe, dump_recipe
+from data_prep.sources import Conversation
+from data_prep.writer import Answered, Writer
+from kvshot_ds.config import Recipe, TemplateConfig, dump_recipe
 from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.files import read_json
 from kvshot_ds.target import load_tokenizer
@@ -65,12 +71,12 @@ def test_given_answers_are_kept_and_accounts_add_up(tiny_target: Path, tmp_path:
     files = source(tmp_path / "c.jsonl", *conversations(40), "{oops", long, lost, broken, *conversations(3), {"messages": []})
     found = prepare.run(recipe(tiny_target, tmp_path / "w", sources=files, max_length=120, heldout_fraction=0.25, **KEPT))
     assert (found.records, found.kept, found.duplicates, found.quarantined, found.cut) == (48, 41, 3, 4, 1)
-    assert found.records + found.synthesised == found.kept + found.duplicates + found.quarantined
+    assert found.records + found.synthesised == found.kept + found.left_out
     folder = tmp_path / "w" / "prepared"
     train, heldout = rows(folder / "train.jsonl"), rows(folder / "heldout.jsonl")
     assert (len(train), len(heldout)) == (found.train.conversations, found.heldout.conversations)
     assert len(train) + len(heldout) == 41 and 3 <= len(heldout) <= 18
-    template = ChatTemplate(load_tokenizer(tiny_target))
+    template = ChatTemplate(load_tokenizer(tiny_target), TemplateConfig())
     for row in train + heldout:
         assert set(row) == {"id", "messages", "tokens", "turn", "source"}
         assert len(row["tokens"]) == len(row["turn"]) <= 120
@@ -86,7 +92,8 @@ def test_given_answers_are_kept_and_accounts_add_up(tiny_target: Path, tmp_path:
     assert read_json(folder / "provenance.json")["configuration"]["prep.max_length"] == 120
     assert (folder / "recipe.yaml").is_file() and not (folder / "parts").exists()
     printed = capsys.readouterr().out
-    assert "41 kept, 3 duplicates dropped, 4 quarantined, 1 cut at max_length" in printed
+    for row in ("records read 48", "kept 41", "dropped: exact_duplicates 3", "quarantined 4 1 over-long", "cut at max_length 1 of those kept"):
+        assert f"prep: {row}" in " ".join(printed.split()), printed
 
 
 def test_the_split_does_not_depend_on_order_or_company(tiny_target: Path, tmp_path: Path) -> None:
@@ -137,8 +144,198 @@ def test_a_target_without_template_is_refused(tiny_target: Path, tmp_path: Path)
     for file in tiny_target.iterdir():
         if file.name != "chat_template.jinja":
             (bare / file.name).symlink_to(file)
-    with pytest.raises(ConfigError, match="has no chat template"):
+    with pytest.raises(ConfigError, match=r"has no chat template(.|\n)*prep\.template\.jinja"):
         prepare.run(recipe(bare, tmp_path / "w", sources=source(tmp_path / "c.jsonl", *conversations(2)), **KEPT))
+
+
+def messy(folder: Path) -> dict[str, Any]:
+    """Sources with something for every rule, and the options that let each of them count."""
+    evaluation = folder / "eval.jsonl"
+    evaluation.write_text(json.dumps({"question": "How many apples does Tom have in his basket at noon?"}))
+    words = " ".join(f"word{n}" for n in range(100))
+
+    def two(question: str, answer: str = "So it is, and it always was, as far as anybody here can tell.") -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+    first = source(
+        folder / "a.jsonl",
+        *conversations(60),
+        *conversations(4),
+        two(words),
+        two(f"{words} more"),
+        two("Say: how many apples does Tom have in his basket at noon?"),
+        two("Pourquoi est-ce que le ciel est bleu pendant la journée ?", "Parce que la lumière du soleil est diffusée par l'atmosphère."),
+        two("<p>A <b>page</b></p>"),
+        {"messages": [{"role": "assistant", "content": "Hm."}, *two("Leading, repeated")["messages"], {"role": "assistant", "content": "Again."}]},
+        {"messages": [*two("Then empty")["messages"], {"role": "user", "content": ""}, {"role": "assistant", "content": "lost"}]},
+        {"messages": [{"role": "user", "content": "No answer"}]},
+        two("special <|im_end|>"),
+        two("b " * 600),
+        "{oops",
+        {"messages": 3},
+    )
+    (folder / "b.json").write_text(json.dumps([two(f"Another question, number {n}?") for n in range(9)])[:-30])
+    cleaning = {"evaluation_sets": [str(evaluation)], "languages": ["en"]}
+    return {"sources": [*first, {"path": str(folder / "b.json")}], "cleaning": cleaning, "max_length": 300, **KEPT}
+
+
+def test_every_record_of_a_messy_input_is_accounted_for(tiny_target: Path, tmp_path: Path) -> None:
+    found = prepare.run(recipe(tiny_target, tmp_path / "w", max_conversations=50, **messy(tmp_path)))
+    folder = tmp_path / "w/prepared"
+    assert found.records == 60 + 4 + 12 + 9
+    assert found.records == found.kept + found.left_out
+    assert found.kept + found.quarantined >= 50 > found.kept - 1 and found.beyond > 0 and found.duplicates == 4
+    assert found.dropped["evaluation: eval.jsonl"] == 1 and found.dropped["near_duplicates"] >= 1 and found.dropped["languages"] >= 1
+    assert set(found.mended) == {"html", "empty_turns", "leading_assistant", "repeated_roles"}
+    assert len(rows(folder / "quarantine.jsonl")) == found.quarantined == sum(found.reasons.values())
+    dropped = rows(folder / "dropped.jsonl")
+    assert len(dropped) == sum(found.dropped.values()) + found.duplicates
+    assert all(set(row) == {"file", "line", "rule", "reason", "record"} for row in dropped)
+    reasons = " ".join(row["reason"] for row in rows(folder / "quarantine.jsonl"))
+    for reason in ("not readable as JSON", "to the end of the file", "no assistant turn", "to be a list of objects"):
+        assert reason in reasons
+    ids = [row["id"] for name in ("train", "heldout") for row in rows(folder / f"{name}.jsonl")]
+    assert len(ids) == found.kept == len(set(ids))
+    for name in ("train", "heldout"):
+        assert [row["id"] for row in rows(folder / f"{name}.jsonl")] == sorted(row["id"] for row in rows(folder / f"{name}.jsonl"))
+    assert read_json(folder / "summary.json")["dropped"] == found.dropped
+
+
+def test_two_processes_and_any_order_of_sources_give_the_same_files(tiny_target: Path, tmp_path: Path) -> None:
+    options = messy(tmp_path)
+    turned = {**options, "sources": options["sources"][::-1]}
+    for name, prep in (("one", options), ("two", {**options, "tokenizer_processes": 2}), ("turned", turned)):
+        prepare.run(recipe(tiny_target, tmp_path / name, **prep))
+    files = ("train.jsonl", "heldout.jsonl", "quarantine.jsonl", "dropped.jsonl")
+    one, two, other = ({file: (tmp_path / name / "prepared" / file).read_text() for file in files} for name in ("one", "two", "turned"))
+    assert one == two
+    assert (one["train.jsonl"], one["heldout.jsonl"]) == (other["train.jsonl"], other["heldout.jsonl"])
+
+
+def test_a_smaller_set_lies_in_a_larger_one_and_a_mixture_has_its_shares(tiny_target: Path, tmp_path: Path) -> None:
+    files = [{"weight": w, **source(tmp_path / f"{n}.jsonl", *conversations(40, 100 * n))[0]} for n, w in enumerate((3, 1))]
+    found = {}
+    for wanted in (8, 16, None):
+        summary = prepare.run(recipe(tiny_target, tmp_path / f"{wanted}", sources=files, max_conversations=wanted, heldout_fraction=0.2, **KEPT))
+        kept = [row for name in ("train", "heldout") for row in rows(tmp_path / f"{wanted}/prepared/{name}.jsonl")]
+        assert summary.kept == len(kept) and summary.beyond == 80 - len(kept)
+        found[wanted] = {row["id"]: row["source"][0] for row in kept}
+    assert found[8].keys() < found[16].keys() < found[None].keys()
+    assert [list(found[n].values()).count("0") for n in (8, 16, None)] == [6, 12, 40] and len(found[None]) in (53, 54)
+
+
+def test_contradictions_of_options_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="set weights, or synthesis"):
+        recipe(tmp_path, tmp_path, sources=[{"path": "a", "weight": 1}], synthesis={"count": 1})
+
+
+def served(conversation: Conversation) -> Answered:
+    """What a server might answer."""
+    question = conversation.messages[0]["content"]
+    if "3" in question:
+        return Answered(conversation.id, reason="the server does not answer: status 500", failed=True)
+    cut = "length" if "4" in question else "stop"
+    texts = [{"role": "assistant", "content": f"On {m['content']}", "finish_reason": cut} for m in conversation.messages if m["role"] == "user"]
+    return Answered(conversation.id, texts=texts)
+
+
+def test_answers_of_a_server_are_tokenised_here(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "open_pool", lambda *_: InProcess(lambda unit: [served(c) for c in unit.conversations]))
+    two = {"messages": [{"role": r, "content": c} for r, c in (("user", "Hello"), ("assistant", "old"), ("user", "And?"), ("assistant", "old"))]}
+    options = {"regenerate": {"base_url": "http://127.0.0.1:1/v1", "max_new_tokens": 40}, "batch_size": 2, "heldout_fraction": 0}
+    files = source(tmp_path / "c.jsonl", *conversations(10), two)
+    found = prepare.run(recipe(tiny_target, tmp_path / "w", sources=files, **options))
+    assert (found.kept, found.quarantined, found.failed) == (10, 1, 1)
+    template = ChatTemplate(load_tokenizer(tiny_target), TemplateConfig())
+    for row in rows(tmp_path / "w/prepared/train.jsonl"):
+        assert not any("finish_reason" in m or m["content"] == "old" for m in row["messages"])
+        whole = template.encode(row["messages"])
+        if "4" in row["messages"][0]["content"]:
+            assert (row["tokens"], row["turn"]) == (whole.tokens[:-1], whole.turn[:-1]), "the end token of a cut answer is not the target's"
+        else:
+            assert (row["tokens"], row["turn"]) == (whole.tokens, whole.turn)
+    assert found.generated == found.train.supervised
+
+
+def test_a_server_that_answered_nothing_is_asked_again_by_the_next_run(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive = False
+
+    def reply(conversation: Conversation) -> Answered:
+        said = served(conversation)
+        return said if alive else Answered(conversation.id, reason="the server does not answer: status 503", failed=True)
+
+    monkeypatch.setattr(prepare, "open_pool", lambda *_: InProcess(lambda unit: [reply(c) for c in unit.conversations]))
+    options = {"regenerate": {"base_url": "http://127.0.0.1:1/v1"}, "batch_size": 2, "heldout_fraction": 0}
+    wanted = recipe(tiny_target, tmp_path / "w", sources=source(tmp_path / "c.jsonl", *conversations(3)), **options)
+    with pytest.raises(KvshotError, match=r"none of 3 conversations.*status 503.*run the command again"):
+        prepare.run(wanted)
+    alive = True
+    assert prepare.run(wanted).kept == 3
+
+
+class ChatServer(BaseHTTPRequestHandler):
+    """The least of an OpenAI-compatible server: it says each question back."""
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.reply({"object": "list", "data": [{"id": "tiny", "object": "model", "created": 0, "owned_by": "x"}]})
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
+        if self.path.endswith("/chat/completions"):
+            choice["message"] = {"role": "assistant", "content": f"You ask: {asked['messages'][-1]['content']}"}
+        else:
+            choice["text"] = f"What is {asked['seed']}?"
+        self.reply({"id": "1", "object": "x", "created": 0, "model": "tiny", "choices": [choice]})
+
+    def reply(self, value: dict[str, Any]) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def test_from_prompts_to_files_with_a_server(tiny_target: Path, tmp_path: Path) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), ChatServer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        options = {"regenerate": {"base_url": f"http://127.0.0.1:{server.server_port}/v1"}, "synthesis": {"count": 3}, "heldout_fraction": 0.3}
+        found = prepare.run(recipe(tiny_target, tmp_path / "w", sources=source(tmp_path / "c.jsonl", *conversations(20)), **options))
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert (found.records, found.synthesised, found.kept, found.failed) == (20, 3, 23, 0)
+    kept = rows(tmp_path / "w/prepared/train.jsonl") + rows(tmp_path / "w/prepared/heldout.jsonl")
+    assert all(row["messages"][1]["content"] == f"You ask: {row['messages'][0]['content']}" for row in kept)
+    assert sum(row["source"].startswith("synthesis-") for row in kept) == 3
+
+
+def test_tools_with_answers_written_anew_are_refused_by_name(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "open_pool", lambda *_: InProcess(lambda unit: [served(c) for c in unit.conversations]))
+    tools = {"messages": conversations(1)[0]["messages"], "tools": [{"type": "function", "function": {"name": "f"}}]}
+    found = prepare.run(recipe(tiny_target, tmp_path / "w", sources=source(tmp_path / "c.jsonl", *conversations(9, 50), tools), heldout_fraction=0))
+    assert any(reason.startswith("tools: ") and count == 1 for reason, count in found.reasons.items())
+
+
+def test_data_sets_are_known_by_content_here_and_by_name_on_a_hub(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    datasets.Dataset.from_list(conversations(12)).save_to_disk(str(tmp_path / "set"))
+    wanted = recipe(tiny_target, tmp_path / "w", sources=[{"dataset": str(tmp_path / "set")}], heldout_fraction=0, **KEPT)
+    assert prepare.run(wanted).kept == 12
+    datasets.Dataset.from_list(conversations(13)).save_to_disk(str(tmp_path / "set"))
+    with pytest.raises(ConfigError, match=r"sources\[0\]\.dataset \(content\)"):
+        prepare.run(wanted)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: iter(conversations(9)))
+    hub = {"dataset": "someone/talks", "revision": "v1"}
+    assert prepare.run(recipe(tiny_target, tmp_path / "h", sources=[hub], heldout_fraction=0, **KEPT)).kept == 9
+    with pytest.raises(ConfigError, match=r"sources\[0\]\.revision: there v1, now v2"):
+        prepare.run(recipe(tiny_target, tmp_path / "h", sources=[{**hub, "revision": "v2"}], heldout_fraction=0, **KEPT))
 
 
 def test_nothing_usable_is_an_error_that_lists_the_reasons(tiny_target: Path, tmp_path: Path) -> None:
@@ -150,11 +347,11 @@ def test_nothing_usable_is_an_error_that_lists_the_reasons(tiny_target: Path, tm
 
 
 def generating(target: Path, work: Path, folder: Path, **more: Any) -> Recipe:
-    """24 prompts, one conversation of two turns and 4 synthesised prompts: 15 units and more."""
+    """24 prompts, one conversation of two turns and 2 synthesised prompts: 4 units of answers."""
     (folder / "p.txt").write_text("".join(f"Why is {n} a number?\n" for n in range(24)))
     two = [{"role": r, "content": c} for r, c in (("user", "Hello"), ("assistant", "old"), ("user", "And?"), ("assistant", "old"))]
     files = [{"path": str(folder / "p.txt")}, *source(folder / "m.jsonl", {"messages": two}, {"messages": []})]
-    options = {"synthesis": {"count": 4, "max_new_tokens": 96}, "regenerate": {"max_new_tokens": 40}, "batch_size": 2, "max_length": 400}
+    options = {"synthesis": {"count": 2, "max_new_tokens": 96}, "regenerate": {"max_new_tokens": 40}, "batch_size": 1, "max_length": 400}
     return recipe(target, work, sources=files, **options, **more)
 
 
@@ -163,7 +360,7 @@ def uninterrupted(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory, r
     """Prepared folder of `generating`, by two workers."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     found = prepare.run(generating(tiny_target, folder / "w", folder, workers=2))
-    assert (found.records, found.synthesised, found.quarantined, found.kept) == (26, 4, 1, 29)
+    assert (found.records, found.synthesised, found.quarantined, found.kept) == (26, 2, 1, 27)
     return folder / "w" / "prepared"
 
 
@@ -185,6 +382,17 @@ def test_answers_are_the_targets_own(uninterrupted: Path, tiny_target: Path) -> 
     assert set(two["turn"]) == {0, 1, 2}
 
 
+def finished(spool: Path) -> set[int]:
+    """Units of answers that are stored."""
+    if not spool.is_file():
+        return set()
+    with closing(sqlite3.connect(spool, timeout=10)) as database:
+        try:
+            return {number for (number,) in database.execute("SELECT number FROM units WHERE kind='answers'")}
+        except sqlite3.OperationalError:  # not yet laid out
+            return set()
+
+
 def test_killed_and_run_again_ends_like_an_uninterrupted_run(
     uninterrupted: Path, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_here: None
 ) -> None:
@@ -193,30 +401,33 @@ def test_killed_and_run_again_ends_like_an_uninterrupted_run(
     command = [sys.executable, "-m", "kvshot_ds.cli", "prep", str(tmp_path / "r.yaml")]
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     child = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    parts = tmp_path / "w/prepared/parts"
+    spool = tmp_path / "w/prepared/parts/spool.sqlite"
     deadline = time.monotonic() + 120
-    while len(list(parts.glob("answers-*.json"))) < 3:
+    while len(done := finished(spool)) < 2:
         assert child.poll() is None and time.monotonic() < deadline, "ended before it could be killed"
         time.sleep(0.01)
     family = [p for p in psutil.Process(child.pid).children(recursive=True) if "Agent" not in p.name()]  # Ray's agents take a minute to notice
     child.send_signal(signal.SIGKILL)
     child.wait()
-    done = {p.name for p in parts.glob("*.json")}
+    done = finished(spool)
     assert not (tmp_path / "w/prepared/summary.json").exists()
-    assert len(done) < 15 + 2, "it was killed in the middle"
-    # a unit whose part was being written, or that was lost
-    (parts / ".answers-000014.json.77.tmp").write_text("[{")
+    assert len(done) < 4, "it was killed in the middle"
 
-    submitted: list[str] = []
+    submitted: list[int] = []
     through = Pool.map
 
-    def note(self: Pool, units: list[Any]) -> Any:
-        submitted.extend(f"{'prompts' if u.count else 'answers'}-{u.index:06d}.json" for u in units)
-        return through(self, units)
+    def note(self: Pool, units: Any) -> Any:
+        def noted() -> Iterator[Any]:
+            for unit in units:
+                assert not unit.count, "the prompts were written"
+                submitted.append(unit.index)
+                yield unit
+
+        return through(self, noted())
 
     monkeypatch.setattr(Pool, "map", note)
     prepare.run(wanted)
-    assert submitted and not done & set(submitted), "finished units are not made again"
+    assert sorted({*submitted, *done}) == list(range(4)) and not done & set(submitted), "finished units are not made again"
     for name in ("train.jsonl", "heldout.jsonl"):
         assert (tmp_path / "w/prepared" / name).read_text() == (uninterrupted / name).read_text()
     assert not list((tmp_path / "w/prepared").rglob("*.tmp"))
@@ -225,10 +436,10 @@ def test_killed_and_run_again_ends_like_an_uninterrupted_run(
 
 
 class InProcess:
-    """A pool without Ray: one worker, here."""
+    """Answers without Ray or a server: `work` for each unit, here."""
 
-    def __init__(self, _section: str, _resources: Any, worker: type, *arguments: Any) -> None:
-        self.worker = worker(*arguments)
+    def __init__(self, work: Callable[[Any], Any]) -> None:
+        self.work = work
 
     def __enter__(self) -> InProcess:
         return self
@@ -236,12 +447,12 @@ class InProcess:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def map(self, units: list[Any]) -> Iterator[tuple[Any, Any]]:
-        return ((unit, self.worker.work(unit)) for unit in units)
+    def map(self, units: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+        return ((unit, self.work(unit)) for unit in units)
 
 
 def test_too_few_prompts_is_said_not_hidden(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(prepare, "Pool", InProcess)
+    monkeypatch.setattr(prepare, "open_pool", lambda target, options, _: InProcess(Writer(target, options).work))
     options = {"synthesis": {"count": 6, "max_new_tokens": 4}, "regenerate": {"max_new_tokens": 4}}
     files = source(tmp_path / "c.jsonl", *conversations(4))
     found = prepare.run(recipe(tiny_target, tmp_path / "w", sources=files, **options))
@@ -250,32 +461,11 @@ def test_too_few_prompts_is_said_not_hidden(tiny_target: Path, tmp_path: Path, m
     assert f"only {found.synthesised} of 6 prompts" in capsys.readouterr().out
 
 
-class Falls:
-    """A worker whose process dies on its first unit, in the first `times` processes."""
-
-    def __init__(self, folder: Path, times: int) -> None:
-        self.folder, self.times = folder, times
-
+class Refuses:
     def work(self, unit: int) -> int:
-        fallen = len(list(self.folder.iterdir()))
-        if fallen < self.times:
-            (self.folder / f"{os.getpid()}").touch()
-            os._exit(1)
-        if unit == 3:
-            raise ConfigError("three is not allowed")
-        return unit * unit
+        raise ConfigError(f"{unit} is not allowed")
 
 
-def test_a_dead_worker_is_replaced_and_its_errors_arrive_as_they_are(tmp_path: Path, ray_here: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = recipe(tmp_path, tmp_path).prep
-    (tmp_path / "a").mkdir()
-    with Pool("prep", options, Falls, tmp_path / "a", 1) as pool:
-        assert sorted(pool.map([1, 2, 4])) == [(1, 1), (2, 4), (4, 16)]
-        with pytest.raises(ConfigError, match=r"^three is not allowed$"):
-            list(pool.map([3]))
-    (tmp_path / "b").mkdir()
-    monkeypatch.setattr("data_prep.pool.TRIES", 1)
-    with Pool("prep", options, Falls, tmp_path / "b", 9) as pool, pytest.raises(KvshotError, match="lost its worker 1 times"):
-        list(pool.map([1]))
-    with Pool("prep", options.model_copy(update={"workers": 99}), Falls, tmp_path / "b", 0) as pool, pytest.raises(ConfigError, match=r"prep\.workers=99"):
-        list(pool.map([1]))
+def test_an_error_of_a_worker_arrives_as_it_is(tmp_path: Path, ray_here: None) -> None:
+    with Pool("prep", recipe(tmp_path, tmp_path).prep, Refuses) as pool, pytest.raises(ConfigError, match=r"^3 is not allowed$"):
+        list(pool.map([3]))
