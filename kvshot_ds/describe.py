@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
 from kvshot_ds.config import AnyDrafterConfig, Recipe, TrainConfig
 from kvshot_ds.drafters.cost import GROUPS, Cost, Flops, cost, total
 from kvshot_ds.errors import ConfigError
+from kvshot_ds.features.plan import aligned
 from kvshot_ds.features.spec import FeatureSpec
 from kvshot_ds.geometry import Geometry
 from kvshot_ds.target import load_geometry
@@ -40,7 +40,7 @@ def describe(recipe: Recipe | None, target_shape: str | None, table: bool, conte
     """
     if recipe is None and not table:
         raise ConfigError("nothing to describe: name a recipe, or give --all with --target-shape")
-    name, g = _target(recipe, target_shape)
+    name, g = target_of(recipe, target_shape)
     train = recipe.train if recipe else TrainConfig(draft_vocab_size=min(TrainConfig().draft_vocab_size, g.vocab_size))
     length = recipe.decode.draft_length if recipe else train.objective.steps
     heading = [
@@ -60,8 +60,8 @@ def describe(recipe: Recipe | None, target_shape: str | None, table: bool, conte
     return heading + _one(train.drafter, c, c.training(train.objective.steps, context), c.drafting(length, context)) + ["", *_captured(c, g)] + notes
 
 
-def _target(recipe: Recipe | None, shape: str | None) -> tuple[str, Geometry]:
-    """Name and geometry of the target."""
+def target_of(recipe: Recipe | None, shape: str | None) -> tuple[str, Geometry]:
+    """Name and geometry of the recipe's target, or of the known target `shape`. Raises ConfigError if there is none to take shapes from."""
     known = ", ".join(SHAPES)
     if shape is not None:
         if shape not in SHAPES:
@@ -124,9 +124,3 @@ def _all(g: Geometry, train: TrainConfig, length: int, context: int) -> list[str
 
 def _millions(n: float) -> str:
     return f"{n / 1e6:,.{3 if n < 1e5 else 2 if n < 1e7 else 1}f}" if n else "-"
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]

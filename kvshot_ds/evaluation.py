@@ -23,7 +23,7 @@ from kvshot_ds.features.spec import teacher_rows
 from kvshot_ds.files import read_json, write_json
 from kvshot_ds.metrics import StepCounts
 from kvshot_ds.objectives.alignment import RowPlan, plan_rows
-from kvshot_ds.objectives.objective import Objective
+from kvshot_ds.objectives.objective import Objective, objective_for
 from kvshot_ds.provenance import digest, origin
 from kvshot_ds.target import load_parts, weights_digest
 
@@ -111,7 +111,8 @@ def evaluate(recipe: Recipe, folder: Path, place: Path, heldout: ShardSet, bigra
     drafter.bind(parts.embedding, parts.head)
     # Every supervised row, the drafter's own drift; losses and weights play no part. A block may propose fewer than K.
     proposes = min(_steps(recipe), getattr(info.config, "block_size", _steps(recipe) + 1) - 1)
-    objective = Objective(drafter, ObjectiveConfig(steps=proposes, head_chunk=recipe.train.objective.head_chunk), parts.head)
+    options = ObjectiveConfig(steps=proposes, head_chunk=recipe.train.objective.head_chunk)
+    objective = objective_for(drafter, options, heldout.manifest.spec, parts)
     held = measure(objective, _steps(recipe), heldout, bigram, recipe.eval.conversations_per_micro_batch, recipe.eval.max_conversations, device, place.name)
     result = {"name": place.name, "digest": stamp, **_summary(recipe, info, drafter, held, bigram), "seconds": time.monotonic() - started}
     result["provenance"] = origin(options=recipe.eval.model_dump(mode="json"))
@@ -143,7 +144,7 @@ def measure(objective: Objective, steps: int, heldout: ShardSet, bigram: Bigram,
         raise KvshotError("the held-out split holds no supervised rows: nothing to measure")
     keys: list[str] = []
     parts, hits = [], []
-    wanted = ("tokens", "turn", *objective.drafter.required_features().keys())
+    wanted = ("tokens", "turn", *heldout.manifest.spec.serving(objective.drafter.required_features()))
     one = torch.ones((), device=device)
     for at in tqdm(range(0, len(chosen), together), desc=f"eval {name}", unit="batch", mininterval=2):
         batch = collate([heldout.read(i, wanted) for i in chosen[at : at + together]])

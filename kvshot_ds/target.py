@@ -19,7 +19,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvshot_ds.config import TargetConfig
 from kvshot_ds.errors import ConfigError
-from kvshot_ds.features.spec import DTYPES, FeatureSpec, teacher_rows
+from kvshot_ds.features.codec import SCALE, best_logits, encode
+from kvshot_ds.features.spec import DTYPES, FeatureSpec, scale_group, teacher_rows
 from kvshot_ds.files import file_sha256, read_json
 from kvshot_ds.geometry import Geometry
 
@@ -46,12 +47,14 @@ class _KeepLayers(DynamicCache):
 @dataclass(frozen=True)
 class _Forward:
     """What one forward left. hidden: layer -> [B, S, d]. cache: keys and values of the KV layers. queries: layer -> [R, A, D].
-    last: with a teacher, the hidden state entering the head [B, S, d]."""
+    last: with a teacher, the hidden state entering the head at the teacher rows [R, d]; unnormed: the same before the final norm.
+    Each tensor lies on the device of its layer."""
 
     hidden: dict[int, torch.Tensor]
     cache: _KeepLayers
     queries: dict[int, torch.Tensor]
-    last: torch.Tensor | None
+    last: torch.Tensor | None = None
+    unnormed: torch.Tensor | None = None
 
 
 class _LastLayerDone(Exception):
@@ -61,7 +64,8 @@ class _LastLayerDone(Exception):
 class Target:
     """A Hugging Face causal LM, frozen, in eval mode, with its tokenizer and geometry.
 
-    model: the HF model. geometry: its shapes. name: the folder's name. folder, device, dtype: where and how it was loaded.
+    model: the HF model. geometry: its shapes. name: the folder's name. folder, dtype: how it was loaded. device: of its inputs; with
+    target.device_map=auto its layers lie on several.
     """
 
     def __init__(self, model: Any, geometry: Geometry, folder: Path, trust_remote_code: bool = False) -> None:
@@ -69,14 +73,14 @@ class Target:
         self.geometry = geometry
         self.folder = folder
         self.name = folder.name
-        self.device: torch.device = model.device
+        self.device = _input_device(model)
         self.dtype: torch.dtype = model.dtype
         self._trust_remote_code = trust_remote_code
 
     @classmethod
     def load(cls, config: TargetConfig) -> Target:
         """Loads the folder `config.path`. Raises ConfigError: no folder, no config.json, an architecture that is not
-        supported, weights missing, incomplete or unreadable, no accelerator although one is asked for."""
+        supported, weights missing, incomplete or unreadable, no accelerator although one is asked for, layers that fit on no device."""
         from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM
 
@@ -86,6 +90,7 @@ class Target:
         if config.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("target.device=cuda: torch sees no CUDA device here; use target.device=auto or cpu")
         device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+        spread = config.device_map == "auto" and device == "cuda"
         loader: Any = AutoModelForCausalLM  # its stub knows one return value only
         try:
             model, info = loader.from_pretrained(
@@ -95,13 +100,14 @@ class Target:
                 local_files_only=True,
                 use_safetensors=True,
                 output_loading_info=True,
+                device_map="auto" if spread else None,
             )
         except (OSError, SafetensorError, ValueError, RuntimeError) as error:
             raise ConfigError(f"target.path={config.path}: the weights do not load: {error}") from None
         absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
         if absent:  # transformers would leave these at random values with no more than a warning
             raise ConfigError(f"target.path={config.path}: the weights lack, or hold in another shape, {len(absent)} tensor(s): {', '.join(absent[:5])}")
-        return cls(model.to(device), geometry, folder, config.trust_remote_code)
+        return cls(model if spread else model.to(device), geometry, folder, config.trust_remote_code)
 
     @cached_property
     def digest(self) -> str:
@@ -129,8 +135,8 @@ class Target:
     @contextmanager
     def watch(self, layers: Iterable[int]) -> Iterator[dict[int, torch.Tensor]]:
         """While the context is open, every forward of the model leaves the outputs of `layers` in the yielded dict:
-        layer -> [B, N, d], those of the latest forward. Works under `generate` and with any cache."""
-        with _recording({layer: self.layers[layer] for layer in layers}) as outputs:
+        layer -> [B, N, d] on `device`, those of the latest forward. Works under `generate` and with any cache."""
+        with _recording({layer: self.layers[layer] for layer in layers}, lambda output: output.to(self.device)) as outputs:
             yield outputs
 
     @contextmanager
@@ -142,7 +148,7 @@ class Target:
 
         def chosen(output: torch.Tensor) -> torch.Tensor:  # [B, S, A·D] of a q-projection, [B, S, A, D] of a q-norm, [B, A, S, D] of a q-layernorm
             by_token = output.transpose(1, 2) if name == "q_layernorm" else output
-            return by_token.flatten(0, 1)[rows].view(len(rows), g.heads, g.head_dim)
+            return by_token.flatten(0, 1)[rows.to(output.device)].view(len(rows), g.heads, g.head_dim)
 
         with _recording({layer: getattr(self.layers[layer].self_attn, name) for layer in layers}, chosen) as queries:
             yield queries
@@ -151,7 +157,8 @@ class Target:
     def features(
         self, tokens: Sequence[torch.Tensor | Sequence[int]], spec: FeatureSpec, turns: Sequence[npt.NDArray[np.int32] | torch.Tensor | Sequence[int]]
     ) -> list[dict[str, torch.Tensor]]:
-        """One forward over a right-padded batch of conversations; per conversation the tensors of spec.py's table, on the CPU.
+        """One forward over a right-padded batch of conversations; per conversation the tensors of spec.py's table as they are stored
+        (codec.py), on the CPU.
 
         tokens, turns: per conversation S token ids and S turn numbers. Padding stands after every real token, so the causal
         mask alone keeps it out of what is returned. The forward ends after the last layer that `spec` needs.
@@ -163,18 +170,22 @@ class Target:
         turn = [torch.as_tensor(t, dtype=torch.int32) for t in turns]
         samples = [{"tokens": ids[row, :n].int(), "turn": turn[row]} for row, n in enumerate(lengths)]
         rows = [torch.from_numpy(teacher_rows(t.numpy())) for t in turn]
-        counts, dtype = [len(r) for r in rows], DTYPES[spec.dtype]
-        chosen = torch.cat([r + row * ids.shape[1] for row, r in enumerate(rows)]).to(self.device)  # in the flattened batch
-        found = self._run(ids.to(self.device), spec, chosen)
+        counts = [len(r) for r in rows]
+        found = self._run(ids.to(self.device), spec, torch.cat([r + row * ids.shape[1] for row, r in enumerate(rows)]))
+
+        def keep(key: str, values: torch.Tensor, parts: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> None:
+            storage = spec.store.of(key)
+            stored = (values,) if storage is None else encode(values, storage, scale_group(key, self.geometry))
+            for name, tensor in zip((key, f"{key}{SCALE}"), stored, strict=False):
+                if tensor is not None:
+                    for sample, part in zip(samples, parts(tensor.cpu()), strict=True):
+                        sample[name] = part.contiguous()
 
         def share(key: str, batch: torch.Tensor) -> None:  # [B, S_max, ...]
-            batch = batch.to("cpu", dtype)
-            for row, n in enumerate(lengths):
-                samples[row][key] = batch[row, :n].contiguous()
+            keep(key, batch.flatten(0, 1), lambda x: [row[:n] for row, n in zip(x.view(*batch.shape[:2], *x.shape[1:]), lengths, strict=True)])
 
         def share_rows(key: str, joined: torch.Tensor) -> None:  # [R of all conversations, ...]
-            for sample, part in zip(samples, joined.to("cpu").split(counts), strict=True):
-                sample[key] = part.contiguous()
+            keep(key, joined, lambda x: x.split(counts))
 
         for layer in spec.hidden_layers:
             share(f"hidden.{layer}", found.hidden.pop(layer))
@@ -183,24 +194,27 @@ class Target:
             share(f"key.{layer}", keys.transpose(1, 2))
             share(f"value.{layer}", values.transpose(1, 2))
         for layer in spec.query_layers:
-            share_rows(f"query.{layer}", found.queries.pop(layer).to(dtype))
-        if found.last is not None:
-            last = found.last.flatten(0, 1)[chosen]
-            argmax, lse = self._teacher(last)
-            share_rows("teacher.hidden", last.to(dtype))
-            share_rows("teacher.argmax", argmax)
-            share_rows("teacher.lse", lse)
+            share_rows(f"query.{layer}", found.queries.pop(layer))
+        for key, tensor in self._teacher(found, spec).items():
+            share_rows(key, tensor)
         return samples
 
     def _run(self, ids: torch.Tensor, spec: FeatureSpec, rows: torch.Tensor) -> _Forward:
-        """One forward over `ids` [B, S], no further than `spec` needs; queries at `rows` [R] of the flattened batch."""
-        cache = _KeepLayers(spec.kv_layers)
-        with self.watch(spec.hidden_layers) as hidden, self._watch_queries(spec.query_layers, rows) as queries:
+        """One forward over `ids` [B, S], no further than `spec` needs; queries and teacher at `rows` [R] of the flattened batch."""
+        cache, last = _KeepLayers(spec.kv_layers), self.geometry.num_layers - 1
+        unnormed = spec.teacher == "last_hidden_unnormed"
+        watched = {layer: self.layers[layer] for layer in (*spec.hidden_layers, *((last,) if unnormed else ()))}
+        with _recording(watched) as hidden, self._watch_queries(spec.query_layers, rows) as queries:
+
+            def at_rows(states: torch.Tensor) -> torch.Tensor:
+                return states.flatten(0, 1)[rows.to(states.device)]
+
             if spec.teacher != "none":
-                return _Forward(hidden, cache, queries, self.model.model(ids, use_cache=True, **{_CACHE: cache}).last_hidden_state)
+                end = at_rows(self.model.model(ids, use_cache=True, **{_CACHE: cache}).last_hidden_state)
+                return _Forward(hidden, cache, queries, end, at_rows(hidden[last]) if unnormed else None)
             needed = spec.hidden_layers + spec.kv_layers + spec.query_layers
             if not needed:
-                return _Forward(hidden, cache, queries, None)
+                return _Forward(hidden, cache, queries)
 
             def leave(*_: Any) -> None:
                 raise _LastLayerDone
@@ -209,22 +223,40 @@ class Target:
             try:
                 self.model.model(ids, use_cache=True, **{_CACHE: cache})
             except _LastLayerDone:
-                return _Forward(hidden, cache, queries, None)
+                return _Forward(hidden, cache, queries)
             finally:
                 handle.remove()
         raise AssertionError("a forward ran past its last needed layer")
 
-    def _teacher(self, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Arg-max [R] int32 and log-sum-exp [R] fp32 of the logits of `last` [R, d], on the CPU. A block of rows at a time
-        reaches the head, so that [rows, V] logits never grow with the batch."""
-        head = self.model.get_output_embeddings()
-        argmax, lse = [torch.empty(0, dtype=torch.int32)], [torch.empty(0)]
-        for block in last.split(max(1, _LOGITS_AT_ONCE // self.geometry.vocab_size)):
-            if len(block):
-                logits = head(block)
-                argmax.append(logits.argmax(-1).int().cpu())
-                lse.append(torch.logsumexp(logits.float(), -1).cpu())
-        return torch.cat(argmax), torch.cat(lse)
+    def _teacher(self, found: _Forward, spec: FeatureSpec) -> dict[str, torch.Tensor]:
+        """The teacher's tensors at the R rows of `found`, by key, in the order of spec.py's table. A block of rows at a time reaches
+        the head, so that [rows, V] logits never grow with the batch."""
+        if found.last is None:
+            return {}
+        head, k = self.model.get_output_embeddings(), spec.teacher_k
+        blocks = [(torch.empty(0, k, dtype=torch.int32), torch.empty(0, k), torch.empty(0, dtype=torch.int32), torch.empty(0))]
+        for block in found.last.split(max(1, _LOGITS_AT_ONCE // self.geometry.vocab_size)) if len(found.last) else ():
+            logits = head(block).float()
+            lse = torch.logsumexp(logits, -1)
+            ids, best = best_logits(logits, k)
+            blocks.append((ids.int().cpu(), (best - lse[:, None]).cpu(), logits.argmax(-1).int().cpu(), lse.cpu()))
+        ids, logp, argmax, lse = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+        match spec.teacher:
+            case "top_k":
+                signal = {"teacher.topk_ids": ids, "teacher.topk_logp": logp}
+            case "last_hidden_unnormed":
+                assert found.unnormed is not None
+                signal = {"teacher.unnormed": found.unnormed}
+            case _:
+                signal = {"teacher.hidden": found.last}
+        return signal | {"teacher.argmax": argmax, "teacher.lse": lse}
+
+
+def _input_device(model: Any) -> torch.device:
+    """Where the model takes its input: the device of its embedding, also if accelerate holds the weights elsewhere until they are used."""
+    hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
+    device = getattr(hook, "execution_device", None)
+    return model.device if device is None else torch.device(device)
 
 
 @contextmanager

@@ -17,8 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from kvshot_ds.config import TargetConfig
 from kvshot_ds.errors import ConfigError
-from kvshot_ds.features.spec import FeatureSpec, teacher_rows
+from kvshot_ds.features.codec import Stored, best_logits, encode, stored_tensors
+from kvshot_ds.features.spec import FeatureSpec, Store, TeacherKind, scale_group, teacher_rows
 from kvshot_ds.geometry import Geometry
+from kvshot_ds.objectives.objective import rms_norm
 from kvshot_ds.target import Target, load_geometry, load_layer, load_parts, load_tokenizer, tokenizer_digest, weights_digest
 
 STABLE = {"use_qkv_bias": True, "qk_layernorm": False, "use_parallel_residual": False, "partial_rotary_factor": 0.5}
@@ -31,7 +33,8 @@ OWN = {
     "StableLm of 12B": {**STABLE, "use_qkv_bias": False, "qk_layernorm": True, "use_parallel_residual": True, "tie_word_embeddings": False},
 }
 LAYERS = 5
-SPEC = FeatureSpec((0, 3), (1, 4), "last_hidden", "fp32", (1, 4))
+FP32 = Store.all("fp32")
+SPEC = FeatureSpec((0, 3), (1, 4), "last_hidden", FP32, (1, 4))
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +132,7 @@ def test_queries_are_taken_where_asked_and_disturb_nothing(target: Target, teach
     hooks = [len(module._forward_hooks) for module in target.model.modules()]  # transformers has hooks of its own
     whole = target.features([tokens], SPEC, [turn])[0]
     with target.watch(range(LAYERS)) as ran:
-        sample = target.features([tokens], FeatureSpec((0,), (), teacher, "bf16", (1,)), [turn])[0]
+        sample = target.features([tokens], FeatureSpec((0,), (), teacher, Store.all("bf16"), (1,)), [turn])[0]
     assert sorted(ran) == ([0, 1] if teacher == "none" else list(range(LAYERS)))
     assert tuple(sample)[:4] == ("tokens", "turn", "hidden.0", "query.1") and torch.equal(sample["query.1"], whole["query.1"].bfloat16())
     bare = target.features([tokens], dataclasses.replace(SPEC, query_layers=()), [turn])[0]
@@ -164,11 +167,117 @@ def test_forward_ends_after_last_needed_layer(target: Target) -> None:
     tokens, turn = conversation(20, 4)
     whole = target.features([tokens], SPEC, [turn])[0]
     with target.watch(range(LAYERS)) as ran:
-        sample = target.features([tokens], FeatureSpec((0,), (1,), "none", "bf16"), [turn])[0]
+        sample = target.features([tokens], FeatureSpec((0,), (1,), "none", Store.all("bf16")), [turn])[0]
     assert sorted(ran) == [0, 1]
     assert torch.equal(sample["hidden.0"], whole["hidden.0"].bfloat16()) and torch.equal(sample["key.1"], whole["key.1"].bfloat16())
     assert tuple(sample) == ("tokens", "turn", "hidden.0", "key.1", "value.1")
-    assert tuple(target.features([tokens], FeatureSpec((), (), "none", "fp32"), [turn])[0]) == ("tokens", "turn")
+    assert tuple(target.features([tokens], FeatureSpec((), (), "none", Store.all("fp32")), [turn])[0]) == ("tokens", "turn")
+
+
+@pytest.mark.parametrize("teacher", ["last_hidden", "last_hidden_unnormed", "top_k", "none"])
+def test_only_what_is_contracted_is_computed(target: Target, teacher: TeacherKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers run once, none past the last needed one; the head sees the supervised rows and no others, in blocks; nothing keeps all hidden states."""
+    tokens, turns = zip(*(conversation(n, n) for n in (40, 25)), strict=True)
+    rows = sum(len(teacher_rows(turn)) for turn in turns)
+    monkeypatch.setattr("kvshot_ds.target._LOGITS_AT_ONCE", 9 * 211)
+    ran: list[int] = []
+    heads: list[int] = []
+    kept: list[object] = []
+    watched = [
+        *(layer.register_forward_hook(lambda *_, i=i: ran.append(i)) for i, layer in enumerate(target.layers)),
+        target.model.get_output_embeddings().register_forward_hook(lambda _m, args, _o: heads.append(args[0].shape[:-1].numel())),
+        target.model.model.register_forward_hook(lambda _m, _a, out: kept.extend([out.hidden_states, out.attentions])),
+    ]
+    try:
+        target.features(tokens, FeatureSpec((0,), (2,), teacher, FP32, (1,), 3), turns)
+    finally:
+        for hook in watched:
+            hook.remove()
+    assert ran == list(range(3 if teacher == "none" else LAYERS))
+    assert heads == ([] if teacher == "none" else [9] * (rows // 9) + [rows % 9])
+    assert kept == ([] if teacher == "none" else [None, None]), "left early, the model returns nothing at all"
+
+
+def test_the_best_tokens_are_those_of_the_logits(target: Target) -> None:
+    tokens, turns = zip(*(conversation(n, n) for n in (40, 25)), strict=True)
+    whole = target.features(tokens, SPEC, turns)
+    best = target.features(tokens, dataclasses.replace(SPEC, teacher="top_k", teacher_k=7), turns)
+    for sample, other in zip(best, whole, strict=True):
+        assert [k for k in sample if k.startswith("teacher")] == ["teacher.topk_ids", "teacher.topk_logp", "teacher.argmax", "teacher.lse"]
+        assert torch.equal(sample["teacher.argmax"], other["teacher.argmax"]) and torch.equal(sample["teacher.topk_ids"][:, 0], sample["teacher.argmax"])
+        logp = torch.log_softmax(target.model.get_output_embeddings()(other["teacher.hidden"]).double(), -1)
+        assert sample["teacher.topk_ids"].dtype == torch.int32
+        for row, ids, found in zip(logp.tolist(), sample["teacher.topk_ids"].tolist(), sample["teacher.topk_logp"].tolist(), strict=True):
+            assert ids == sorted(range(211), key=lambda v: -row[v])[:7]
+            assert found == pytest.approx([row[v] for v in ids], abs=1e-5)
+
+
+@pytest.mark.parametrize("k", [1, 5, 30])
+def test_equal_logits_stand_in_the_order_of_their_ids(k: int) -> None:
+    r = torch.Generator().manual_seed(k)
+    logits = torch.randint(-2, 3, (40, 30), generator=r).float() * torch.tensor([1.0, 1e-30, 1e30, 3e38])[torch.arange(40) % 4, None]
+    logits[0] = torch.where(torch.arange(30) % 2 == 0, 0.0, -0.0)
+    logits[1, 3:9] = -torch.inf
+    ids, values = best_logits(logits, k)
+    for row, mine, found in zip(logits.tolist(), ids.tolist(), values.tolist(), strict=True):
+        assert mine == sorted(range(30), key=lambda v: (-row[v], v))[:k]
+        assert found == [row[v] for v in mine]
+
+
+def test_the_unnormed_teacher_gives_the_normed_one(target: Target) -> None:
+    (tokens, turn), spec = conversation(40, 8), dataclasses.replace(SPEC, hidden_layers=(LAYERS - 1,), teacher="last_hidden_unnormed")
+    whole, sample = target.features([tokens], SPEC, [turn])[0], target.features([tokens], spec, [turn])[0]
+    assert "teacher.hidden" not in sample and torch.equal(sample["teacher.lse"], whole["teacher.lse"])
+    assert torch.equal(sample["teacher.unnormed"], sample[f"hidden.{LAYERS - 1}"][teacher_rows(turn)])
+    with torch.no_grad():
+        torch.testing.assert_close(target.model.model.norm(sample["teacher.unnormed"]), whole["teacher.hidden"], rtol=0, atol=0)
+    if not target.geometry.layer_norm:
+        mine = rms_norm(sample["teacher.unnormed"], target.model.model.norm.weight, target.geometry.norm_eps)
+        torch.testing.assert_close(mine, whole["teacher.hidden"], rtol=1e-6, atol=1e-6)
+
+
+def test_features_come_as_they_are_stored(target: Target) -> None:
+    tokens, turns = zip(*(conversation(n, n) for n in (40, 25)), strict=True)
+    whole = target.features(tokens, SPEC, turns)
+    store = Store("fp8", "int8", "fp8", "bf16")
+    for plain, sample in zip(whole, target.features(tokens, dataclasses.replace(SPEC, store=store), turns), strict=True):
+        for key in SPEC.keys():
+            how = store.of(key)
+            want = Stored(plain[key]) if how is None else encode(plain[key], how, scale_group(key, target.geometry))
+            assert torch.equal(sample[key].view(torch.uint8), want.data.view(torch.uint8)), key
+            assert (f"{key}.scale" in sample) == (want.scale is not None) and (want.scale is None or torch.equal(sample[f"{key}.scale"], want.scale))
+        assert {k: (v.dtype, tuple(v.shape)) for k, v in sample.items()} == stored_tensors(
+            dataclasses.replace(SPEC, store=store), target.geometry, len(sample["tokens"]), len(sample["teacher.lse"])
+        )
+
+
+@pytest.mark.parametrize("teacher", ["last_hidden_unnormed", "top_k", "none"])
+def test_a_target_whose_layers_lie_apart_gives_the_same(target: Target, teacher: TeacherKind, tmp_path: Path) -> None:
+    """Spread by accelerate, as target.device_map=auto does: some layers on the device, the others brought from disk when they are called."""
+    from accelerate import dispatch_model
+
+    spec = FeatureSpec((0, 3), (1, 4), teacher, Store("fp8", "fp32", "fp32", "fp32"), (1, 4), 5)
+    tokens, turns = zip(*(conversation(n, n) for n in (40, 25)), strict=True)
+    want = target.features(tokens, spec, turns)
+    names = ["model.embed_tokens", *(f"model.layers.{i}" for i in range(LAYERS)), "model.norm", "model.rotary_emb", "lm_head"]
+    where = {name: "disk" if name in ("model.layers.1", "model.layers.4", "model.norm") else "cpu" for name in names}
+    if target.model.config.tie_word_embeddings is False:
+        where["lm_head"] = "disk"
+    apart = Target(
+        dispatch_model(copy.deepcopy(target.model), where, main_device="cpu", offload_dir=tmp_path, force_hooks=True), target.geometry, target.folder
+    )
+    assert apart.device.type == "cpu" and any(p.device.type == "meta" for p in apart.model.parameters())
+    for sample, other in zip(apart.features(tokens, spec, turns), want, strict=True):
+        assert sample.keys() == other.keys()
+        for key in sample:
+            assert torch.equal(sample[key].view(torch.uint8), other[key].view(torch.uint8)), key
+    ids = torch.tensor([tokens[0]])
+    assert torch.equal(apart.forward(ids), target.forward(ids))
+
+
+def test_device_map_auto_without_an_accelerator_is_one_device(folders: dict[str, Path]) -> None:
+    spread = Target.load(TargetConfig(path=folders["Qwen3"], dtype="fp32", device="cpu", device_map="auto"))
+    assert spread.device == torch.device("cpu") and {p.device.type for p in spread.model.parameters()} == {"cpu"}
 
 
 def test_watch_and_cache_while_decoding(target: Target) -> None:
@@ -203,7 +312,7 @@ def test_a_window_as_long_as_the_context_leaves_nothing_out(family: str) -> None
     cache.crop(-8)
     steps = [windowed.forward(tokens[:, i : i + 1], cache) for i in range(12, 20)]
     torch.testing.assert_close(torch.cat(steps, 1), whole[:, 12:], rtol=1e-4, atol=1e-5)
-    sample = windowed.features([tokens[0]], FeatureSpec((), (0, 2), "none", "fp32"), [[0] * 20])[0]
+    sample = windowed.features([tokens[0]], FeatureSpec((), (0, 2), "none", Store.all("fp32")), [[0] * 20])[0]
     for layer in (0, 2):
         torch.testing.assert_close(cache.layers[layer].keys[0].transpose(0, 1), sample[f"key.{layer}"], rtol=1e-4, atol=1e-5)
 

@@ -16,7 +16,7 @@ from kvshot_ds.drafters.layer import DraftLayer, LayerOutput
 from kvshot_ds.drafters.layers import RMSNorm, Rotary, Rotation
 from kvshot_ds.drafters.projector import KVProjector, KVSource
 from kvshot_ds.drafters.state import PLAIN, DraftState, Extras, Memory, Rows, Start
-from kvshot_ds.features.spec import FeatureSpec
+from kvshot_ds.features.spec import FeatureSpec, Store
 from kvshot_ds.geometry import Geometry
 
 
@@ -66,7 +66,7 @@ class Drafter(nn.Module):
         if self.source is not None:
             hidden |= set(self.source.hidden_layers)
             kv = set(self.source.kv_layers)
-        return FeatureSpec(tuple(sorted(hidden)), tuple(sorted(kv)), "last_hidden", "bf16")
+        return FeatureSpec(tuple(sorted(hidden)), tuple(sorted(kv)), "last_hidden", Store.all("bf16"))
 
     @abstractmethod
     def unroll(self, start: Start, tokens: torch.Tensor, extras: Extras = PLAIN) -> Unrolled:

@@ -18,8 +18,9 @@ class Batch:
 
     keys, lengths: one entry per conversation, on the host. tokens, turn: [T] int64. hidden[l]: [T, d].
     keys_of[l], values_of[l]: [T, G, D]. queries_of[l]: [R, A, D], un-rotated. teacher_index: [T] int64, row of the
-    queries and teacher tensors that belongs to a position, -1 where there is none. teacher_hidden [R, d],
-    teacher_argmax [R] int64, teacher_lse [R] fp32.
+    queries and teacher tensors that belongs to a position, -1 where there is none. teacher_argmax [R] int64, teacher_lse [R] fp32.
+    Of the teacher as it was captured, one is there: teacher_hidden [R, d] (teacher_normed: it has passed the target's final norm), or
+    the k best tokens, topk_ids [R, k] int64 and topk_logp [R, k], their log-probabilities. What is not there is empty.
     """
 
     keys: tuple[str, ...]
@@ -34,9 +35,12 @@ class Batch:
     teacher_hidden: torch.Tensor
     teacher_argmax: torch.Tensor
     teacher_lse: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_logp: torch.Tensor
+    teacher_normed: bool = True
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Batch:
-        """Tensors on `device`; features (hidden, KV, queries, teacher_hidden) also cast to `dtype` if given."""
+        """Tensors on `device`; features (hidden, KV, queries, teacher_hidden; not topk_logp) also cast to `dtype` if given."""
 
         def move(name: str, value: Any) -> Any:
             if isinstance(value, dict):
@@ -54,7 +58,7 @@ def collate(samples: Sequence[tuple[str, dict[str, torch.Tensor]]]) -> Batch:
     lengths = tuple(len(t["tokens"]) for _, t in samples)
 
     def cat(key: str) -> torch.Tensor:
-        return torch.cat([t[key] for _, t in samples])
+        return torch.cat([t[key] for _, t in samples]) if len(samples) > 1 else first[key]  # one conversation is not copied
 
     def layers(prefix: str) -> dict[int, torch.Tensor]:
         return {int(key.split(".")[1]): cat(key) for key in first if key.startswith(prefix)}
@@ -66,8 +70,10 @@ def collate(samples: Sequence[tuple[str, dict[str, torch.Tensor]]]) -> Batch:
         at[rows] = used + np.arange(len(rows))
         used += len(rows)
         index.append(at)
-    has_teacher = "teacher.hidden" in first
     empty = torch.empty(0)
+    state = next((key for key in ("teacher.hidden", "teacher.unnormed") if key in first), None)
+    best = "teacher.topk_ids" in first
+    has_teacher = state is not None or best
     return Batch(
         keys=tuple(key for key, _ in samples),
         lengths=lengths,
@@ -78,7 +84,10 @@ def collate(samples: Sequence[tuple[str, dict[str, torch.Tensor]]]) -> Batch:
         values_of=layers("value."),
         queries_of=layers("query."),
         teacher_index=torch.from_numpy(np.concatenate(index)),
-        teacher_hidden=cat("teacher.hidden") if has_teacher else empty,
+        teacher_hidden=cat(state) if state else empty,
         teacher_argmax=cat("teacher.argmax").long() if has_teacher else empty.long(),
         teacher_lse=cat("teacher.lse") if has_teacher else empty,
+        topk_ids=cat("teacher.topk_ids").long() if best else empty.long(),
+        topk_logp=cat("teacher.topk_logp").float() if best else empty,
+        teacher_normed=state != "teacher.unnormed",
     )

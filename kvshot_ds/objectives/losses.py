@@ -5,8 +5,9 @@ steps. The teacher's distribution is computed once for each of its rows and serv
 to the logits between the matrix products is done in tiles that stay in a CPU's cache.
 
 In all formulas: z logits of the drafter, q = softmax(z); p = the target's full-vocabulary softmax, cut to the draft
-vocabulary; share = sum p; p~ = p / share; a = sum min(p, q), the probability that a draft token sampled from q is
-accepted (arXiv 2211.17192; q is 0 outside the draft vocabulary); b = q where q < p, else 0.
+vocabulary (and, if the teacher is the k best tokens, to those); share = sum p; p~ = p / share; a = sum min(p, q), the
+probability that a draft token sampled from q is accepted (arXiv 2211.17192; q is 0 outside the draft vocabulary);
+b = q where q < p, else 0.
 """
 
 from __future__ import annotations
@@ -28,18 +29,34 @@ _CPU_TILE, _OTHER_TILE = 1 << 18, 1 << 25
 
 
 @dataclass(frozen=True)
-class Teacher:
-    """The target's distribution at R rows, restricted to the draft vocabulary when used.
-
-    hidden [R, d]: input of the target's head. head [V_d, d]: the target's head rows of the draft vocabulary.
-    argmax [R]: full-vocabulary arg-max (target ids). lse [R] fp32: full-vocabulary log-sum-exp.
-    label [R] int64: draft index of the text's next token, -1 if it is outside of the draft vocabulary.
-    """
+class HeadInput:
+    """The whole distribution: p = softmax(head of hidden), from hidden [R, d], the input of the target's head, head [V_d, d], the target's
+    head rows of the draft vocabulary, and lse [R] fp32, the log-sum-exp over the full vocabulary."""
 
     hidden: torch.Tensor
     head: torch.Tensor
-    argmax: torch.Tensor
     lse: torch.Tensor
+
+
+@dataclass(frozen=True)
+class BestTokens:
+    """The k best tokens of the full vocabulary, p being 0 elsewhere: index [R, k] int64, their draft indices (-1 outside of the draft
+    vocabulary), logp [R, k] fp32, their log-probabilities."""
+
+    index: torch.Tensor
+    logp: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The target's distribution at R rows, restricted to the draft vocabulary when used.
+
+    signal: what gives it. argmax [R]: full-vocabulary arg-max (target ids).
+    label [R] int64: draft index of the text's next token, -1 if it is outside of the draft vocabulary.
+    """
+
+    signal: HeadInput | BestTokens
+    argmax: torch.Tensor
     label: torch.Tensor
 
 
@@ -156,7 +173,7 @@ def _one_pass(h: torch.Tensor, weight: torch.Tensor, task: _Task, need: tuple[bo
     scratch = _Scratch.empty(logits, wide)
     for a, b in pieces:
         m = slice(int(edges[a]), int(edges[b]))
-        target = _target(task.teacher, used[a:b], wide)
+        target = _target(task.teacher.signal, used[a:b], wide, weight.shape[0])
         z = torch.mm(h[m], weight.T, out=logits[: m.stop - m.start])
         for t in _tiles(z):
             g = slice(m.start + t.start, m.start + t.stop)
@@ -188,7 +205,22 @@ class _Target(NamedTuple):
     entropy: torch.Tensor
 
 
-def _target(teacher: Teacher, rows: torch.Tensor, wide: torch.dtype) -> _Target:
+def _target(signal: HeadInput | BestTokens, rows: torch.Tensor, wide: torch.dtype, vocab: int) -> _Target:
+    return _from_best(signal, rows, wide, vocab) if isinstance(signal, BestTokens) else _from_head(signal, rows, wide)
+
+
+def _from_best(best: BestTokens, rows: torch.Tensor, wide: torch.dtype, vocab: int) -> _Target:
+    index, logp = best.index[rows], best.logp[rows].to(wide)
+    known = logp.exp() * (index >= 0)
+    # Tokens outside of the draft vocabulary are added as zeros at its first entry.
+    p = logp.new_zeros(len(rows), vocab).scatter_add_(1, index.clamp(min=0), known)
+    share, tiny = known.sum(-1), torch.finfo(wide).tiny
+    at_least = share.clamp(min=tiny)
+    # H(p~) = -sum p/share log(p/share). A share a little over 1, by the rounding of logp, does no harm.
+    return _Target(p, at_least, ~(share < tiny), at_least.log() - (known * logp).sum(-1) / at_least)
+
+
+def _from_head(teacher: HeadInput, rows: torch.Tensor, wide: torch.dtype) -> _Target:
     z = teacher.hidden[rows].to(teacher.head.dtype) @ teacher.head.T
     p = z if z.dtype == wide else torch.empty_like(z, dtype=wide)
     lse = teacher.lse[rows].to(wide)

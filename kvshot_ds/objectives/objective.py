@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -14,8 +14,9 @@ from kvshot_ds.drafters.state import Extras
 from kvshot_ds.features.batch import Batch
 from kvshot_ds.features.spec import FeatureSpec
 from kvshot_ds.objectives.alignment import RowPlan, training_start
-from kvshot_ds.objectives.losses import HeadOutput, Teacher, head_loss, token_confidence
+from kvshot_ds.objectives.losses import BestTokens, HeadInput, HeadOutput, Teacher, head_loss, token_confidence
 from kvshot_ds.objectives.weights import step_weights
+from kvshot_ds.target import TargetParts
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,20 @@ class Output(NamedTuple):
 class Objective(nn.Module):
     """The objective as a module, so that one engine forward is one unroll. Owns the drafter; the target's parts are lent."""
 
-    def __init__(self, drafter: Drafter, config: ObjectiveConfig, target_head: torch.Tensor):
-        """target_head [V, d]: the target's LM head; its rows of the draft vocabulary define the teacher."""
+    def __init__(self, drafter: Drafter, config: ObjectiveConfig, target_head: torch.Tensor | None, target_norm: torch.Tensor | None = None):
+        """target_head [V, d]: the target's LM head, whose rows of the draft vocabulary define a teacher given as hidden states; None with
+        one given as the best tokens. target_norm [d]: weight of the target's final norm, for hidden states captured before it."""
         super().__init__()
         self.drafter, self.config = drafter, config
-        # Lent, not owned: neither a parameter nor saved with the drafter.
-        whole = len(drafter.d2t) == len(target_head)
-        own = drafter.lm_head is not None
         self._draft_index = [torch.where(drafter.t2d, drafter.t2d.cumsum(0) - 1, -1)]  # target id -> draft id, -1 outside
-        self._teacher_head = [drafter.head_weight if not own else target_head if whole else target_head[drafter.draft_ids].contiguous()]
+        # Lent, not owned: neither a parameter nor saved with the drafter.
+        self._target_norm = [target_norm]
+        self._teacher_head: list[torch.Tensor] = []
+        if drafter.lm_head is None:
+            self._teacher_head.append(drafter.head_weight)
+        elif target_head is not None:
+            whole = len(drafter.d2t) == len(target_head)
+            self._teacher_head.append(target_head if whole else target_head[drafter.draft_ids].contiguous())
 
     def required_features(self) -> FeatureSpec:
         """What the drafter needs, and what the objective needs besides."""
@@ -87,7 +93,7 @@ class Objective(nn.Module):
     def forward(self, batch: Batch, plan: RowPlan, normaliser: torch.Tensor) -> Output:
         """loss = sum over steps and rows of weight * loss / normaliser (scalar tensor: supervised rows over all ranks and micro-steps)."""
         d, config = self.drafter, self.config
-        teacher = Teacher(batch.teacher_hidden, self._teacher_head[0], batch.teacher_argmax, batch.teacher_lse, self._draft_index[0][plan.labels])
+        teacher = Teacher(self._signal(batch), batch.teacher_argmax, self._draft_index[0][plan.labels])
         judged = teacher.label >= 0 if config.loss == "hard_ce" else d.t2d[batch.teacher_argmax]
         unrolled = self.unroll(batch, plan)
         normed = self._at_picks(unrolled.h, plan)
@@ -114,6 +120,20 @@ class Objective(nn.Module):
             out.loss + branch + query, correct, joint, spread(out.prob), spread(losses), spread(out.row_loss * weight), branch.detach(), query.detach()
         )
 
+    def _signal(self, batch: Batch) -> HeadInput | BestTokens:
+        """The teacher's distribution as the batch carries it."""
+        if batch.topk_ids.ndim == 2:
+            return BestTokens(self._draft_index[0][batch.topk_ids], batch.topk_logp)
+        hidden = batch.teacher_hidden
+        if not batch.teacher_normed:
+            weight = self._target_norm[0]
+            if weight is None:
+                raise ValueError("this teacher was captured before the target's final norm: the objective needs target_norm")
+            hidden = rms_norm(hidden, weight, self.drafter.g.norm_eps)
+        if not self._teacher_head:
+            raise ValueError("a teacher given as hidden states needs target_head")
+        return HeadInput(hidden, self._teacher_head[0], batch.teacher_lse)
+
     def _at_picks(self, h: torch.Tensor, plan: RowPlan) -> torch.Tensor:
         """What the head reads at the valid (step, row) pairs: [K, N, d] -> [M, d]."""
         return self.drafter.norm(h.flatten(0, 1)[plan.picks])
@@ -133,10 +153,21 @@ class Objective(nn.Module):
         return total / len(queries)
 
 
+def objective_for(drafter: Drafter, config: ObjectiveConfig, captured: FeatureSpec, parts: TargetParts) -> Objective:
+    """The objective over features of the kind `captured`: the target's head is kept only where the teacher is made from hidden states."""
+    return Objective(drafter, config, None if captured.teacher == "top_k" else parts.head, parts.norm_weight)
+
+
 def required_features(drafter: Drafter, config: ObjectiveConfig) -> FeatureSpec:
     """What must have been captured to train `drafter` with the objective `config`."""
     needs = drafter.required_features()
     if not config.query_distill_weight:
         return needs
     layers = {i for layer in drafter.draft_layers if layer.projector is not None for i in layer.projector.query_layers}
-    return FeatureSpec(needs.hidden_layers, needs.kv_layers, needs.teacher, needs.dtype, tuple(sorted(layers)))
+    return replace(needs, query_layers=tuple(sorted(layers)))
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [R, d] / sqrt(mean x^2 + eps) * weight [d], computed in fp32 at least, in the dtype of `weight`, as the target's own final norm does it."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(weight.dtype)

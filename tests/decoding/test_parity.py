@@ -14,6 +14,7 @@ from kvshot_ds.decoding.run import reference
 from kvshot_ds.decoding.state import Sequence
 from kvshot_ds.drafters.base import Drafter
 from kvshot_ds.features.batch import Batch, collate
+from kvshot_ds.features.spec import Store
 from kvshot_ds.objectives.alignment import plan_rows, training_start
 from tests import toys
 from tests.decoding.models import FAMILIES, Seen, bound_drafter, hf_target, prompt, script
@@ -39,7 +40,7 @@ def case(family: str, name: str) -> Case:
     p = prompt(SIZE, 2)
     answer = reference(target, p, LENGTH, ())
     drafter, rng = bound_drafter(name, target, scale=3.0), random.Random(3)
-    spec = replace(drafter.required_features(), dtype="fp32")
+    spec = replace(drafter.required_features(), store=Store.all("fp32"))
     sample = target.features([p + answer], spec, [[0] * SIZE + [1] * LENGTH])[0]
     log = script(drafter, p + answer, lambda: rng.random() < 0.3)
     assert decode(target, drafter, p, LENGTH, K).tokens == answer

@@ -62,6 +62,19 @@ def test_to_casts_features_and_leaves_ids_and_lse() -> None:
     assert batch.tokens.dtype == torch.int64 and batch.teacher_lse.dtype == torch.float32
 
 
+def test_the_teacher_as_it_was_captured() -> None:
+    plain = sample(TURNS[0], 0)
+    rest = {k: v for k, v in plain.items() if k != "teacher.hidden"}
+    normed, unnormed = collate([("c", plain)]), collate([("c", {**rest, "teacher.unnormed": plain["teacher.hidden"]})])
+    assert normed.teacher_normed and not unnormed.teacher_normed and torch.equal(normed.teacher_hidden, unnormed.teacher_hidden)
+    ids, logp = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32), torch.tensor([[-0.5, -1.0], [-0.25, -2.0]])
+    one = {**rest, "teacher.topk_ids": ids, "teacher.topk_logp": logp.bfloat16()}
+    best = collate([("c", one), ("d", {**one, "teacher.topk_ids": ids + 1})]).to("cpu", torch.bfloat16)
+    assert torch.equal(best.topk_ids, torch.cat([ids, ids + 1]).long()) and torch.equal(best.topk_logp, torch.cat([logp, logp]))
+    assert best.topk_logp.dtype == torch.float32 and len(best.teacher_hidden) == 0 and len(best.teacher_lse) == 4
+    assert normed.topk_ids.ndim == 1 and not len(normed.topk_ids)
+
+
 def test_without_a_teacher_its_tensors_are_empty() -> None:
     bare = {k: v for k, v in sample(TURNS[0], 0).items() if not k.startswith("teacher")}
     batch = collate([("c", bare)])

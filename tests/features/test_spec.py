@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from kvshot_ds.config import FeatureConfig
+from kvshot_ds.config import FeatureConfig, StoreConfig
 from kvshot_ds.errors import ConfigError
-from kvshot_ds.features.spec import FeatureSpec, eagle3_hidden_layers, eagle3_kv_layers, resolve_hidden, resolve_kv, teacher_rows
+from kvshot_ds.features.spec import (
+    FeatureSpec,
+    Store,
+    TeacherKind,
+    eagle3_hidden_layers,
+    eagle3_kv_layers,
+    resolve_hidden,
+    resolve_kv,
+    scale_group,
+    teacher_rows,
+)
+from tests.features.shards import GEOMETRY
 
 
 def test_eagle3_layers_of_published_depths() -> None:
@@ -54,31 +66,65 @@ def test_layers_that_do_not_exist_name_option_and_range(resolve: Callable[..., o
             resolve(layers, num_layers, "some.option")
 
 
-def test_keys_stand_in_the_order_of_the_table() -> None:
-    spec = FeatureSpec((1, 4), (2,), "last_hidden", "bf16", (0, 2))
-    keys = ("hidden.1", "hidden.4", "key.2", "value.2", "query.0", "query.2", "teacher.hidden", "teacher.argmax", "teacher.lse")
-    assert spec.keys() == keys
-    assert FeatureSpec((), (), "none", "bf16").keys() == ()
+TEACHERS = {
+    "last_hidden": ("teacher.hidden",),
+    "last_hidden_unnormed": ("teacher.unnormed",),
+    "top_k": ("teacher.topk_ids", "teacher.topk_logp"),
+}
+BF16 = Store.all("bf16")
+
+
+@pytest.mark.parametrize("teacher", TEACHERS)
+def test_keys_stand_in_the_order_of_the_table(teacher: TeacherKind) -> None:
+    spec = FeatureSpec((1, 4), (2,), teacher, BF16, (0, 2), 5)
+    keys = ("hidden.1", "hidden.4", "key.2", "value.2", "query.0", "query.2", *TEACHERS[teacher], "teacher.argmax", "teacher.lse")
+    assert spec.keys() == keys and tuple(spec.shapes(GEOMETRY, 3, 2)) == ("tokens", "turn", *keys)
+    assert FeatureSpec((), (), "none", BF16).keys() == ()
 
 
 def test_resolve_sorts() -> None:
-    spec = FeatureSpec.resolve(FeatureConfig(hidden_layers=(4, 1), kv_layers="none", query_layers=(5, 0), teacher="none", dtype="fp32"), 6)
-    assert spec == FeatureSpec((1, 4), (), "none", "fp32", (0, 5))
-    assert FeatureSpec.resolve(FeatureConfig(), 6) == FeatureSpec((1, 2), (2, 3), "last_hidden", "bf16")
-    named = FeatureConfig(hidden_layers="last", kv_layers="all", query_layers="eagle3")
-    assert FeatureSpec.resolve(named, 6) == FeatureSpec((5,), tuple(range(6)), "last_hidden", "bf16", (2, 3))
+    store = StoreConfig(hidden="fp8", kv="int8", query="fp32", teacher="fp32")
+    config = FeatureConfig(hidden_layers=(4, 1), kv_layers="none", query_layers=(5, 0), teacher="none", store=store)
+    assert FeatureSpec.resolve(config, GEOMETRY) == FeatureSpec((1, 4), (), "none", Store("fp8", "int8", "fp32", "fp32"), (0, 5))
+    assert FeatureSpec.resolve(FeatureConfig(), GEOMETRY) == FeatureSpec((1, 2), (2, 3), "last_hidden", BF16)
+    named = FeatureConfig(hidden_layers="last", kv_layers="all", query_layers="eagle3", teacher="top_k", teacher_k=7)
+    assert FeatureSpec.resolve(named, GEOMETRY) == FeatureSpec((5,), tuple(range(6)), "top_k", BF16, (2, 3), 7)
 
 
 @pytest.mark.parametrize("option", ["hidden_layers", "kv_layers", "query_layers"])
 def test_layers_out_of_range_name_the_option(option: str) -> None:
     with pytest.raises(ConfigError, match=rf"capture\.features\.{option}.*\[6\] do not exist in a target of 6 layers"):
-        FeatureSpec.resolve(FeatureConfig(**{option: (0, 6)}), 6)
+        FeatureSpec.resolve(FeatureConfig(**{option: (0, 6)}), GEOMETRY)
 
 
-def test_missing_ignores_dtype_and_names_keys() -> None:
-    has = FeatureSpec((1,), (2,), "none", "bf16")
-    assert has.missing(FeatureSpec((1,), (2,), "none", "fp32")) == ()
-    assert has.missing(FeatureSpec((1, 3), (), "last_hidden", "bf16", (2,))) == ("hidden.3", "query.2", "teacher.hidden", "teacher.argmax", "teacher.lse")
+def test_a_teacher_that_the_target_cannot_give_is_refused() -> None:
+    unnormed = FeatureConfig(teacher="last_hidden_unnormed")
+    assert FeatureSpec.resolve(unnormed, GEOMETRY).teacher == "last_hidden_unnormed"
+    with pytest.raises(ConfigError, match=r"capture\.features\.teacher=last_hidden_unnormed: .* stablelm .* LayerNorm .* use last_hidden or top_k"):
+        FeatureSpec.resolve(unnormed, replace(GEOMETRY, family="stablelm"))
+    with pytest.raises(ConfigError, match=r"capture\.features\.teacher_k=51: the target has 50 tokens"):
+        FeatureSpec.resolve(FeatureConfig(teacher="top_k", teacher_k=51), GEOMETRY)
+    assert FeatureSpec.resolve(FeatureConfig(teacher_k=51), GEOMETRY).teacher_k == 0
+
+
+def test_missing_ignores_storage_and_names_keys() -> None:
+    has = FeatureSpec((1,), (2,), "none", BF16)
+    assert has.missing(FeatureSpec((1,), (2,), "none", Store.all("fp32"))) == ()
+    assert has.missing(FeatureSpec((1, 3), (), "last_hidden", BF16, (2,))) == ("hidden.3", "query.2", "a teacher")
+
+
+@pytest.mark.parametrize("teacher", TEACHERS)
+def test_any_teacher_serves(teacher: TeacherKind) -> None:
+    has, needed = FeatureSpec((1, 2), (2,), teacher, BF16, (1,), 3), FeatureSpec((2,), (), "last_hidden", BF16)
+    assert has.missing(needed) == ()
+    assert has.serving(needed) == ("hidden.2", *TEACHERS[teacher], "teacher.argmax", "teacher.lse")
+    assert has.serving(replace(needed, teacher="none")) == ("hidden.2",)
+
+
+@pytest.mark.parametrize("width, head_dim, group", [(4096, 128, 128), (576, 64, 64), (1000, 64, 8), (24, 8, 8), (7, 4, 1)])
+def test_groups_of_a_hidden_state_divide_it(width: int, head_dim: int, group: int) -> None:
+    g = replace(GEOMETRY, hidden_size=width, head_dim=head_dim)
+    assert scale_group("hidden.3", g) == group and scale_group("key.3", g) == scale_group("query.0", g) == head_dim
 
 
 def test_teacher_rows_against_the_definition() -> None:

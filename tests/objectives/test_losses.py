@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvshot_ds.objectives import losses
-from kvshot_ds.objectives.losses import Teacher, head_loss, token_confidence
+from kvshot_ds.objectives.losses import BestTokens, HeadInput, Teacher, head_loss, token_confidence
 
 LOSSES = ["soft_ce", "kl", "hard_ce", "lk_alpha", "lk_lambda"]
 ETA = 3.0
@@ -25,6 +25,8 @@ class Case:
     row_weight: torch.Tensor
     ids: torch.Tensor
     full_head: torch.Tensor
+    hidden: torch.Tensor
+    best: int
 
     def run(self, loss, chunk=64, **changed):
         c = replace(self, **changed)
@@ -34,8 +36,8 @@ class Case:
         return token_confidence(self.h, self.weight, self.teacher, self.teacher_of, self.bounds, chunk)
 
 
-def make(counts=(3, 0, 0, 5, 1, 0, 2, 4, 0), seed=0, dtype=torch.float64, sharp=1.0):
-    """counts: draft rows of each teacher row."""
+def make(counts=(3, 0, 0, 5, 1, 0, 2, 4, 0), seed=0, dtype=torch.float64, sharp=1.0, best=0):
+    """counts: draft rows of each teacher row. best: the teacher is the so many best tokens, 0: hidden states."""
     g = torch.Generator().manual_seed(seed)
 
     def rand(*shape):
@@ -46,7 +48,12 @@ def make(counts=(3, 0, 0, 5, 1, 0, 2, 4, 0), seed=0, dtype=torch.float64, sharp=
     logits = hidden @ full_head.T
     label = torch.randint(VOCAB, (len(counts),), generator=g)
     label[3] = -1
-    teacher = Teacher(hidden.to(dtype), full_head[ids].to(dtype), logits.argmax(-1), logits.logsumexp(-1), label)
+    signal = HeadInput(hidden.to(dtype), full_head[ids].to(dtype), logits.logsumexp(-1))
+    if best:
+        tokens = [sorted(range(TARGET_VOCAB), key=lambda v, row=row: (-row[v], v))[:best] for row in logits.tolist()]
+        index = [[ids.tolist().index(v) if v in ids.tolist() else -1 for v in row] for row in tokens]
+        signal = BestTokens(torch.tensor(index), torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)))
+    teacher = Teacher(signal, logits.argmax(-1), label)
     bounds = np.concatenate(([0], np.cumsum(counts)))
     rows = int(bounds[-1])
     return Case(
@@ -58,17 +65,28 @@ def make(counts=(3, 0, 0, 5, 1, 0, 2, 4, 0), seed=0, dtype=torch.float64, sharp=
         row_weight=torch.rand(rows, generator=g, dtype=torch.float64),
         ids=ids,
         full_head=full_head,
+        hidden=hidden.to(dtype),
+        best=best,
     )
+
+
+def probabilities(c: Case) -> torch.Tensor:
+    """The target's distribution [M, V] of each draft row, 0 beyond the best tokens if the teacher is those."""
+    full = torch.softmax(c.hidden.double() @ c.full_head.T, -1)
+    if c.best:
+        for row in full:
+            row[torch.argsort(row, descending=True)[c.best :]] = 0
+    return full[c.teacher_of]
 
 
 def reference(c: Case, loss: str):
     """(row losses [M] on the graph of c.h and c.weight, a [M], correct [M]), with full logits. hard_ce: 0 where there is no label."""
-    full = torch.softmax(c.teacher.hidden.double() @ c.full_head.T, -1)[c.teacher_of]
+    full = probabilities(c)
     p = full[:, c.ids]
     tilde = p / p.sum(-1, keepdim=True)
     log_q = torch.log_softmax(c.h.double() @ c.weight.double().T, -1)
     a = torch.minimum(p, log_q.exp()).sum(-1)
-    kl = (tilde * (tilde.log() - log_q)).sum(-1)
+    kl = (torch.xlogy(tilde, tilde) - tilde * log_q).sum(-1)
     label = c.teacher.label[c.teacher_of]
     part = torch.exp(-ETA * a.detach())
     rows = {
@@ -92,9 +110,10 @@ def tile(request, monkeypatch):
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 15, 64])
+@pytest.mark.parametrize("best", [0, 13], ids=["whole teacher", "13 best tokens"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_values_and_gradients(loss, chunk, tile):
-    c = make()
+def test_values_and_gradients(loss, best, chunk, tile):
+    c = make(best=best)
     rows, a, correct = reference(c, loss)
     want = (rows * c.row_weight).sum()
     out = c.run(loss, chunk)
@@ -113,10 +132,11 @@ def test_some_rows_of_the_case_are_right_and_some_wrong():
     assert 0 < correct.sum() < len(correct)
 
 
+@pytest.mark.parametrize("best", [0, 9])
 @pytest.mark.parametrize("loss", ["soft_ce", "kl", "hard_ce", "lk_alpha"])
-def test_gradcheck(loss):
+def test_gradcheck(loss, best):
     """Not lk_lambda: the factor it holds constant is none to a difference quotient."""
-    c = make(counts=(1, 0, 0, 2, 1))
+    c = make(counts=(1, 0, 0, 2, 1), best=best)
     assert torch.autograd.gradcheck(lambda h, w: c.run(loss, 2, h=h, weight=w).loss, (c.h, c.weight))
 
 
@@ -218,7 +238,7 @@ def test_bounds_must_fit_the_rows():
 def test_kl_is_soft_ce_less_the_entropy_and_has_its_gradient(seed):
     c = make(seed=seed)
     soft, kl = c.run("soft_ce"), c.run("kl")
-    full = torch.softmax(c.teacher.hidden @ c.full_head.T, -1)[c.teacher_of][:, c.ids]
+    full = probabilities(c)[:, c.ids]
     tilde = full / full.sum(-1, keepdim=True)
     close(kl.row_loss, soft.row_loss - torch.special.entr(tilde).sum(-1))
     assert (kl.row_loss >= 0).all()
@@ -230,9 +250,9 @@ def test_kl_is_soft_ce_less_the_entropy_and_has_its_gradient(seed):
 def test_a_drafter_equal_to_the_teacher(dtype):
     """q = p~ though the logits differ by a constant in each row: KL 0, no gradient of soft CE, a = the mass of the draft vocabulary."""
     c = make(dtype=dtype)
-    c = replace(c, h=c.teacher.hidden[c.teacher_of].clone().requires_grad_(), weight=(c.teacher.head + 1).requires_grad_())
+    c = replace(c, h=c.hidden[c.teacher_of].clone().requires_grad_(), weight=(c.teacher.signal.head + 1).requires_grad_())
     kl, lk = c.run("kl"), c.run("lk_alpha")
-    full = torch.softmax(c.teacher.hidden.double() @ c.full_head.T, -1)[c.teacher_of]
+    full = probabilities(c)
     tol = 1e-12 if dtype == torch.float64 else 2e-6
     close(kl.row_loss, torch.zeros(15), tol)
     assert (kl.row_loss >= 0).all()
@@ -287,10 +307,11 @@ def test_a_label_outside_of_the_draft_vocabulary_moves_nothing():
 def test_finite_where_teacher_and_drafter_share_nothing(loss, sharp):
     """In fp32: teacher row 0 is judged against a drafter sure of its least likely token; row 3 has no mass in the draft vocabulary."""
     c = make(dtype=torch.float32, sharp=sharp)
-    h, lse = c.h.detach() * 1, c.teacher.lse.clone()
-    h[:3] = -500 * c.teacher.hidden[0]
+    h, lse = c.h.detach() * 1, c.teacher.signal.lse.clone()
+    h[:3] = -500 * c.hidden[0]
     lse[3] += 500
-    c = replace(c, h=h.requires_grad_(), weight=c.teacher.head.clone().requires_grad_(), teacher=replace(c.teacher, lse=lse))
+    c = replace(c, h=h.requires_grad_(), weight=c.teacher.signal.head.clone().requires_grad_())
+    c.teacher = replace(c.teacher, signal=replace(c.teacher.signal, lse=lse))
     out = c.run(loss)
     assert out.prob[3:8].eq(0).all() and out.prob[:3].max() < 1e-38
     grads = torch.autograd.grad(out.loss, (c.h, c.weight))
@@ -325,7 +346,8 @@ def test_bf16_gradients_add_up_in_fp32():
     """1,024 equal contributions in chunks of one row: a bf16 sum would stop growing at 256 of them."""
     c = make(counts=[1] * 1024, dtype=torch.bfloat16)
     same = torch.zeros(1024, dtype=torch.int64)
-    teacher = Teacher(*(x if x is c.teacher.head else x[same] for x in vars(c.teacher).values()))
+    signal = c.teacher.signal
+    teacher = Teacher(HeadInput(signal.hidden[same], signal.head, signal.lse[same]), c.teacher.argmax[same], c.teacher.label[same])
     h = torch.ones_like(c.h)
     out = c.run("soft_ce", 1, h=h, teacher=teacher, row_weight=torch.ones(1024))
     one = c.run("soft_ce", 1, h=h[:1], teacher=teacher, teacher_of=same[:1], bounds=np.minimum(c.bounds, 1), row_weight=torch.ones(1))
@@ -349,11 +371,57 @@ def test_token_confidence(chunk, tile):
     assert len(record(lambda: c.confidence(15)).products()) == 1
 
 
+@pytest.mark.parametrize("signal", ["hidden states", "best tokens"])
 @pytest.mark.parametrize("loss", ["soft_ce", "kl", "lk_lambda", "lk_alpha"])
-def test_a_damaged_teacher_shows_in_the_loss(loss):
+def test_a_damaged_teacher_shows_in_the_loss(loss, signal):
     """NaN is no teacher mass that happens to be small: it must not be masked."""
-    r = torch.Generator().manual_seed(0)
-    h, weight = torch.randn(3, 4, generator=r), torch.randn(5, 4, generator=r)
-    teacher = Teacher(torch.full((1, 4), float("nan")), weight, torch.zeros(1, dtype=torch.int64), torch.zeros(1), torch.zeros(1, dtype=torch.int64))
+    r, first = torch.Generator().manual_seed(0), torch.zeros(1, dtype=torch.int64)
+    h, weight, nothing = torch.randn(3, 4, generator=r), torch.randn(5, 4, generator=r), torch.full((1, 4), float("nan"))
+    damaged = HeadInput(nothing, weight, torch.zeros(1)) if signal == "hidden states" else BestTokens(torch.tensor([[0, 3, -1, 1]]), nothing)
+    teacher = Teacher(damaged, first, first)
     out = head_loss(h, weight, teacher, torch.zeros(3, dtype=torch.int64), np.array([0, 3]), torch.ones(3), torch.arange(5), 8, loss, 3.0)
     assert out.loss.isnan()
+
+
+# The best tokens as the teacher
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_all_tokens_as_the_best_ones_are_the_whole_teacher(loss):
+    whole, best = make(), make(best=TARGET_VOCAB)
+    a, b = whole.run(loss), best.run(loss)
+    close(a.row_loss, b.row_loss)
+    close(a.prob, b.prob)
+    for x, y in zip(torch.autograd.grad(a.loss, (whole.h, whole.weight)), torch.autograd.grad(b.loss, (best.h, best.weight)), strict=True):
+        close(x, y)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_best_tokens_need_no_product_with_the_target_head(loss):
+    c = make(best=5)
+    assert len(record(lambda: c.run(loss)).products()) == 3
+    with torch.no_grad():
+        assert len(record(lambda: c.run(loss)).products()) == 1
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_best_tokens_all_outside_of_the_draft_vocabulary_teach_nothing(loss):
+    c = make(best=3)
+    signal = c.teacher.signal
+    c.teacher = replace(c.teacher, signal=replace(signal, index=torch.where(torch.arange(9)[:, None] == 3, -1, signal.index)))
+    out = c.run(loss)
+    dh, dw = torch.autograd.grad(out.loss, (c.h, c.weight))
+    assert out.prob[3:8].eq(0).all() and all(torch.isfinite(x).all() for x in (out.loss, dh, dw))
+    if loss in ("soft_ce", "kl", "lk_lambda"):
+        assert not out.row_loss[3:8].any() and not dh[3:8].any()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_best_tokens_in_bf16(loss):
+    c = make(dtype=torch.bfloat16, best=13)
+    signal = c.teacher.signal
+    c.teacher = replace(c.teacher, signal=replace(signal, logp=signal.logp.bfloat16().float()))
+    rows, a, _ = reference(replace(c, hidden=make(best=13).hidden), loss)
+    out = c.run(loss)
+    close(out.row_loss, rows, 0.06)
+    close(out.prob, a, 0.02)

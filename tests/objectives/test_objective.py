@@ -1,11 +1,14 @@
 """Loss, metrics and gradients of the objective against a slow reference written from the formulas."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kvshot_ds.config import ObjectiveConfig
 from kvshot_ds.objectives.alignment import plan_rows, training_start
-from kvshot_ds.objectives.objective import Objective
+from kvshot_ds.objectives.objective import Objective, objective_for
+from kvshot_ds.target import TargetParts
 from tests import toys
 
 STEPS, DECAY = 4, 0.8
@@ -279,3 +282,113 @@ def test_hard_labels_are_the_next_tokens_and_rows_without_one_carry_no_loss():
                 assert out.row_loss[k, row] == 0
     assert float(out.loss) == pytest.approx(total, rel=1e-6)
     assert float(out.sums(plan).weighted.sum()) == pytest.approx(total, rel=1e-5)
+
+
+LOSSES = [{"loss": "soft_ce"}, {"loss": "kl"}, {"loss": "hard_ce"}, {"loss": "lk_alpha"}, {"loss": "lk_lambda"}, {"loss": "hard_ce", "weights": "dpace"}]
+
+
+def with_best_tokens(batch, head, k):
+    """The same rows with the k best tokens as their teacher, and the teacher's distribution [R, V] cut to them, one by one."""
+    logits = batch.teacher_hidden @ head.T
+    logp = torch.log_softmax(logits, -1)
+    ids = torch.tensor([sorted(range(logits.shape[1]), key=lambda v, row=row: -row[v])[:k] for row in logp.tolist()])
+    cut = torch.zeros_like(logp)
+    for row, best in enumerate(ids.tolist()):
+        for v in best:
+            cut[row, v] = logp[row, v].exp()
+    return replace(batch, teacher_hidden=torch.empty(0), topk_ids=ids, topk_logp=logp.gather(1, ids)), cut
+
+
+@pytest.mark.parametrize("options", LOSSES, ids=str)
+@pytest.mark.parametrize("k", [3, 12])
+def test_the_best_tokens_as_teacher(options, k):
+    """Loss, acceptance and gradients, row by row and step by step, with the teacher's distribution written out and cut."""
+    drafter, batch, head, _ = setup("hybrid-1")
+    best, cut = with_best_tokens(batch, head, k)
+    config = ObjectiveConfig(steps=STEPS, step_decay=DECAY, lk_eta=2.0, **options)
+    plan = plan_rows(batch, STEPS)
+    out = Objective(drafter, config, None)(best, plan, ONE)
+    h = drafter.unroll(training_start(batch, plan), plan.tokens).h
+    ids, loss = drafter.draft_ids.tolist(), torch.zeros((), dtype=torch.float64)
+    for row in range(plan.supervised):
+        steps = plan.valid[:, row].nonzero().flatten().tolist()
+        q = [torch.softmax(drafter.logits(h[k, row][None])[0], -1) for k in steps]
+        labels = [int(batch.tokens[plan.anchors[row] + 2 + k]) for k in steps]
+        sure = [float(x[ids.index(v)].detach()) * 0.5 + 0.5 if v in ids else 0.5 for x, v in zip(q, labels, strict=True)]
+        reached = [float(torch.tensor(sure[: j + 1]).double().prod()) for j in range(len(sure))]
+        for j, (k_, x, label) in enumerate(zip(steps, q, labels, strict=True)):
+            r = batch.teacher_index[plan.anchors[row] + 1 + k_]
+            p = cut[r][ids]
+            a, tilde = torch.minimum(p, x).sum(), p / p.sum()
+            assert float(out.prob[k_, row]) == pytest.approx(float(a.detach()), abs=1e-9)
+            if (label if config.loss == "hard_ce" else int(batch.teacher_argmax[r])) not in ids:
+                continue
+            kl = sum(t * (t / y).log() for t, y in zip(tilde, x, strict=True) if t > 0)
+            part = float(torch.exp(-2.0 * a.detach()))
+            one = {
+                "soft_ce": -(tilde * x.log()).sum(),
+                "kl": kl,
+                "hard_ce": -x[ids.index(label)].log() if label in ids else None,
+                "lk_alpha": -a.log(),
+                "lk_lambda": part * kl + (1 - part) * (1 - a),
+            }[config.loss]
+            loss = loss + (sum(reached[j:]) if config.weights == "dpace" else DECAY**k_) * one
+    torch.testing.assert_close(out.loss, loss, rtol=1e-7, atol=0)  # the weights of the steps are fp32
+    params = [p for p in drafter.parameters() if p.requires_grad]
+    got, want = (torch.autograd.grad(x, params, allow_unused=True) for x in (out.loss, loss))
+    assert any(x is not None and x.abs().max() > 1e-3 for x in want)
+    for a, b in zip(got, want, strict=True):
+        if b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_the_more_tokens_the_closer_to_the_whole_teacher():
+    _, batch, head, objective = setup("hidden_only-1")
+    plan = plan_rows(batch, STEPS)
+    whole = objective(batch, plan, ONE)
+    far = [abs(float(objective(with_best_tokens(batch, head, k)[0], plan, ONE).loss - whole.loss)) for k in (2, 8, 30, toys.VOCAB)]
+    assert far == sorted(far, reverse=True) and far[-1] < 1e-9 < far[0]
+    few = objective(with_best_tokens(batch, head, 8)[0], plan, ONE)
+    assert torch.equal(few.correct, whole.correct) and (few.prob <= whole.prob + 1e-12).all(), "what is not there can only be missing from a"
+
+
+def test_an_unnormed_teacher_is_normed_as_the_target_does_it():
+    drafter, batch, head, _ = setup()
+    plan, weight = plan_rows(batch, STEPS), torch.rand(drafter.g.hidden_size, generator=torch.Generator().manual_seed(2)).double() + 0.5
+    raw = batch.teacher_hidden * 3
+    normed = raw / (raw.square().mean(-1, keepdim=True) + drafter.g.norm_eps).sqrt() * weight
+    config = ObjectiveConfig(steps=STEPS)
+    want = Objective(drafter, config, head)(replace(batch, teacher_hidden=normed), plan, ONE)
+    got = Objective(drafter, config, head, weight)(replace(batch, teacher_hidden=raw, teacher_normed=False), plan, ONE)
+    torch.testing.assert_close(got.loss, want.loss, rtol=1e-12, atol=0)
+    torch.testing.assert_close(got.prob, want.prob, rtol=1e-9, atol=1e-12)
+    with pytest.raises(ValueError, match="needs target_norm"):
+        Objective(drafter, config, head)(replace(batch, teacher_normed=False), plan, ONE)
+
+
+def test_the_objective_keeps_the_target_head_only_where_it_is_used(tmp_path):
+    drafter, batch, head, _ = setup()
+    parts = TargetParts(tmp_path, head, torch.ones(drafter.g.hidden_size).double(), head)
+    needs = drafter.required_features()
+    best = objective_for(drafter, ObjectiveConfig(steps=STEPS), replace(needs, teacher="top_k"), parts)
+    assert not best._teacher_head and objective_for(drafter, best.config, needs, parts)._teacher_head[0].shape == (toys.DRAFT_VOCAB, drafter.g.hidden_size)
+    with pytest.raises(ValueError, match="needs target_head"):
+        best(batch, plan_rows(batch, STEPS), ONE)
+
+
+@pytest.mark.parametrize("teacher", ["best tokens", "unnormed"])
+@pytest.mark.parametrize("loss", ["soft_ce", "kl", "hard_ce", "lk_alpha", "lk_lambda"])
+def test_no_teacher_waits_for_the_device(teacher, loss):
+    """On the meta device there is no value to wait for."""
+    meta = torch.device("meta")
+    drafter, batch = toys.drafter("hidden_only-1", dtype=torch.float32), toys.batch(toys.geometry())
+    if teacher == "unnormed":
+        batch = replace(batch, teacher_normed=False)
+    else:
+        batch, _ = with_best_tokens(batch, torch.ones(toys.VOCAB, drafter.g.hidden_size), 5)
+    plan = plan_rows(batch, STEPS).to(meta)
+    drafter, embedding = drafter.to(meta), torch.empty(toys.VOCAB, drafter.g.hidden_size, device=meta)
+    drafter.bind(embedding, embedding)
+    objective = Objective(drafter, ObjectiveConfig(steps=STEPS, loss=loss), embedding, embedding[0])
+    objective._teacher_head = [torch.empty(toys.DRAFT_VOCAB, drafter.g.hidden_size, device=meta)]
+    objective(batch.to(meta, torch.float32), plan, torch.ones((), device=meta)).loss.backward()

@@ -21,7 +21,7 @@ def gradients(recipe: Recipe, step: int) -> dict[str, torch.Tensor]:
 
     world = connect(1)
     s = prepare(recipe, world)
-    keys = ("tokens", "turn", *s.objective.required_features().keys())
+    keys = ("tokens", "turn", *s.shards.manifest.spec.serving(s.objective.required_features()))
     micro_batches = next(step_batches(s.shards, keys, s.schedule, world.rank, recipe.train.objective, step, 0, pin=False))
     found: dict[str, torch.Tensor] = {}
     plain = s.engine.step
