@@ -6,19 +6,23 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from data_prep.pool import clear_leftovers
 from kvshot_ds.config import TargetConfig
 from kvshot_ds.errors import KvshotError
-from kvshot_ds.features.manifest import Rejected, ShardIndex, Split, shard_name
-from kvshot_ds.features.shard import ShardWriter, all_finite
+from kvshot_ds.features.manifest import KEY, Rejected, ShardIndex, Split, shard_name
+from kvshot_ds.features.shard import ShardWriter, all_finite, written_in
 from kvshot_ds.features.spec import FeatureSpec
+from kvshot_ds.files import AnyPath, disk_full
 
 if TYPE_CHECKING:
     from kvshot_ds.target import Target
@@ -45,18 +49,29 @@ class Unit:
 
 @dataclass(frozen=True)
 class CaptureJob:
-    """What every unit of a capture has in common. threads: CPU threads of one worker, fixed so that sums round the same way everywhere."""
+    """What every unit of a capture has in common. threads: CPU threads of one worker, fixed so that sums round the same way everywhere.
+    spool: local folder of tars on their way to a URL; None: the system's temporary folder."""
 
     target: TargetConfig
     spec: FeatureSpec
     tokens_per_batch: int
-    folder: Path
+    folder: AnyPath
     threads: int
+    spool: Path | None = None
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A shard that was written. seconds: from the first line read to the index."""
+
+    index: ShardIndex
+    seconds: float
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """One prepared conversation. key names its sample: split and line. tokens: S ids. turn [S] int32, as in spec.py."""
+    """One prepared conversation. key names its sample: the conversation's id, or where that is no plain name, split and line. tokens: S ids.
+    turn [S] int32, as in spec.py."""
 
     key: str
     line: int
@@ -66,20 +81,26 @@ class Prepared:
 
 
 class CaptureWorker:
-    """Holds the target and captures units, one at a time; runs as a Ray actor, or directly."""
+    """Holds the target and captures units; runs as a Ray actor, or directly. Called from two threads, it has the target work on one
+    unit while the other is flushed to disk or sent to its URL."""
 
     def __init__(self, job: CaptureJob) -> None:
         self.job = job
         self._target: Target | None = None
+        self._turn = Lock()
 
-    def work(self, unit: Unit) -> ShardIndex:
+    def work(self, unit: Unit) -> Captured:
         """Writes the shard of `unit` and its index. Raises KvshotError: target not loadable, disk full, out of memory."""
+        began = time.perf_counter()
         try:
-            return capture_unit(self._load(), self.job, unit)
+            with self._turn:
+                target = self._load()
+            return Captured(capture_unit(target, self.job, unit, self._turn), round(time.perf_counter() - began, 3))
         except torch.OutOfMemoryError as error:
             text = f"{unit}: {str(error).splitlines()[0]}; lower capture.tokens_per_batch (now {self.job.tokens_per_batch})"
         except OSError as error:
-            text = f"{unit}: {error}"
+            full = disk_full(error, written_in(self.job.folder, self.job.spool))
+            text = f"{unit.shard}: {full}" if full else f"{unit}: {error}"
         raise KvshotError(text)
 
     def _load(self) -> Target:
@@ -90,43 +111,48 @@ class CaptureWorker:
             from kvshot_ds.target import Target
 
             logging.disable_progress_bar()
+            clear_leftovers(written_in(self.job.folder, self.job.spool))
             torch.set_num_threads(self.job.threads)
             self._target = Target.load(self.job.target)
         return self._target
 
 
-def capture_unit(target: Target, job: CaptureJob, unit: Unit) -> ShardIndex:
+def capture_unit(target: Target, job: CaptureJob, unit: Unit, turn: AbstractContextManager[Any] | None = None) -> ShardIndex:
     """Target features of every usable conversation of `unit`, as one shard in `job.folder`.
 
-    The tar holds them batch by batch, so that one batch at a time is in memory; the index lists them in the order of the
-    prepared file. A batch is written while the target works on the next.
+    The tar holds them batch by batch, so that no more than two batches are in memory: one is written while the target works on the
+    next. The index lists them in the order of the prepared file. turn: held while the target is used.
     """
-    began = time.perf_counter()
     conversations, rejected = read_unit(unit, target.geometry.vocab_size, target.geometry.max_positions)
-    with ShardWriter(job.folder, unit.shard) as writer, ThreadPoolExecutor(1) as background:
-        writing: Future[list[Rejected]] | None = None
-        for batch in batches(conversations, job.tokens_per_batch):
-            samples = target.features([c.tokens for c in batch], job.spec, [c.turn for c in batch])
+    with ShardWriter(job.folder, unit.shard, job.spool) as writer:
+        with turn or nullcontext(), ThreadPoolExecutor(1) as background:
+            writing: Future[list[Rejected]] | None = None
+            for batch in batches(conversations, job.tokens_per_batch):
+                samples = target.features([c.tokens for c in batch], job.spec, [c.turn for c in batch])
+                if writing:
+                    rejected += writing.result()
+                writing = background.submit(_write, writer, unit, batch, samples)
             if writing:
                 rejected += writing.result()
-            writing = background.submit(_write, writer, unit, batch, samples)
-        if writing:
-            rejected += writing.result()
         left_out = {r.line for r in rejected}
         order = [c.key for c in conversations if c.line not in left_out]
-        return writer.commit(order, sorted(rejected, key=lambda r: r.line), time.perf_counter() - began)
+        return writer.commit(order, sorted(rejected, key=lambda r: r.line))
 
 
 def read_unit(unit: Unit, vocab_size: int, max_positions: int) -> tuple[list[Prepared], list[Rejected]]:
     """The conversations of `unit`, and those that the target cannot take, each with its reason."""
     usable: list[Prepared] = []
     rejected: list[Rejected] = []
+    lines: dict[str, int] = {}
     with open(unit.file, "rb") as file:
         file.seek(unit.offset)
         for line in range(unit.first_line, unit.first_line + unit.count):
             raw = file.readline()
             try:
-                usable.append(_parse(raw, unit, line, vocab_size, max_positions))
+                found = _parse(raw, unit, line, vocab_size, max_positions)
+                if lines.setdefault(found.key, line) != line:
+                    raise ValueError(f"its id {found.key} is that of line {lines[found.key]}")
+                usable.append(found)
             except (ValueError, RecursionError) as error:
                 rejected.append(_reject(unit, line, str(error), raw.decode("utf-8", "replace")))
     return usable, rejected
@@ -146,8 +172,9 @@ def _parse(raw: bytes, unit: Unit, line: int, vocab_size: int, max_positions: in
         raise ValueError(f"token id {min(tokens) if min(tokens) < 0 else max(tokens)} is outside the target's vocabulary of {vocab_size}")
     if min(turn) < 0 or max(turn) > len(turn):
         raise ValueError("turn numbers out of range")
-    meta = {"id": record.get("id"), "source": record.get("source"), "file": unit.file.name, "line": line}
-    return Prepared(f"{unit.split}-{line:08d}", line, tokens, np.asarray(turn, dtype=np.int32), meta)
+    meta: dict[str, Any] = {"id": record.get("id"), "source": record.get("source"), "file": unit.file.name, "line": line}
+    key = meta["id"] if isinstance(meta["id"], str) and KEY.fullmatch(meta["id"]) else f"{unit.split}-{line:08d}"
+    return Prepared(key, line, tokens, np.asarray(turn, dtype=np.int32), meta)
 
 
 def batches(conversations: Sequence[Prepared], tokens_per_batch: int) -> Iterator[list[Prepared]]:

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from data_prep.capture import CaptureJob, CaptureWorker, Unit
 from data_prep.pool import Pool, clear_leftovers, same_configuration, sole_user
-from kvshot_ds.config import Recipe
+from data_prep.progress import Progress
+from kvshot_ds.config import CaptureConfig, Recipe
 from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.features.manifest import SPLITS, Manifest, ShardIndex, Split, SplitCounts, save_token_counts
+from kvshot_ds.features.plan import sample_kinds
 from kvshot_ds.features.shard import ShardReader
 from kvshot_ds.features.spec import FeatureSpec, teacher_rows
-from kvshot_ds.files import write_atomic
+from kvshot_ds.files import IN_FLIGHT, AnyPath, absolute, disk_full, exists, names, remove, size, write_atomic
 from kvshot_ds.geometry import Geometry
-from kvshot_ds.provenance import stamp, versions
+from kvshot_ds.provenance import stamp
 from kvshot_ds.target import load_geometry, tokenizer_digest, weights_digest
 
 
@@ -32,7 +33,7 @@ class CaptureSummary:
     """What lies in the folder after a capture. tokens, rows (supervised teacher rows), bytes (of tars): over all splits. rejected:
     conversations in quarantine.jsonl. reused: shards that were there before. seconds and tokens_per_second: of this run."""
 
-    folder: Path
+    folder: AnyPath
     shards: int
     reused: int
     conversations: int
@@ -48,7 +49,7 @@ class CaptureSummary:
 class Plan:
     """Everything decided before any worker starts. configuration: named values that must be the same for shards to lie together."""
 
-    folder: Path
+    folder: AnyPath
     geometry: Geometry
     spec: FeatureSpec
     units: tuple[Unit, ...]
@@ -58,36 +59,52 @@ class Plan:
 def run(recipe: Recipe) -> CaptureSummary:
     """Captures the features of every prepared conversation into `recipe.shards_dir` and prints a summary.
 
-    Shards that are there already are kept, so an interrupted capture continues and a complete one returns at once. The shards
-    are the same, byte for byte, whatever the number of workers and interruptions.
+    Shards that are there already are kept, so an interrupted capture continues and a complete one returns at once. The data set (tars,
+    indexes, manifest, token counts, quarantine) is the same, byte for byte, whatever the number of workers and interruptions.
 
     Raises ConfigError: nothing prepared, target not usable, layers out of range, folder made with another configuration, more
-    workers than the Ray cluster has room for. Raises KvshotError: a unit fails, or loses its worker three times.
+    workers than the Ray cluster has room for. Raises KvshotError: a unit fails, or loses its worker three times; the disk is full.
     """
     began = time.perf_counter()
     plan = make_plan(recipe)
-    with sole_user(plan.folder, "kvshot capture"):
-        if not same_configuration(plan.folder, plan.configuration) and any(plan.folder.glob("*.tar")):
-            raise ConfigError(f"{plan.folder}: holds tars but no provenance.json that says where they come from; set shards to another folder")
-        manifest_path = Manifest.path(plan.folder)
-        complete = manifest_path.is_file()
-        todo = [unit for unit in plan.units if not is_done(plan.folder, unit, whole=not complete)]
-        if not todo and complete:
-            print(f"capture: {plan.folder} is complete already")
-            return _summary(plan, len(plan.units), 0, time.perf_counter() - began)
-        manifest_path.unlink(missing_ok=True)
-        stamp(plan.folder, recipe, configuration=plan.configuration)
-        captured = _capture(recipe, plan, todo) if todo else 0
-        clear_leftovers(plan.folder)
-        _finish(recipe, plan)
-        return _summary(plan, len(plan.units) - len(todo), captured, time.perf_counter() - began)
+    try:
+        with sole_user(plan.folder, "kvshot capture"):
+            return _complete(recipe, plan, began)
+    except OSError as error:
+        full = disk_full(error, plan.folder) if isinstance(plan.folder, Path) else ""
+        raise KvshotError(full or f"{plan.folder}: {error}") from None
+
+
+def _complete(recipe: Recipe, plan: Plan, began: float) -> CaptureSummary:
+    """Captures what is missing, and writes what is derived from the whole."""
+    if not same_configuration(plan.folder, plan.configuration) and names(plan.folder, ".tar"):
+        raise ConfigError(f"{plan.folder}: holds tars but no provenance.json that says where they come from; set shards to another folder")
+    complete = exists(Manifest.path(plan.folder))
+    todo = missing(plan)
+    if not todo and complete:
+        print(f"capture: {plan.folder} is complete already")
+        return _summary(plan, len(plan.units), Progress(plan, todo), time.perf_counter() - began)
+    if complete:
+        remove(Manifest.path(plan.folder))
+    stamp(plan.folder, recipe, configuration=plan.configuration)
+    progress = capture_units(recipe, plan, todo)
+    clear_leftovers(plan.folder)
+    finish(recipe, plan)
+    return _summary(plan, len(plan.units) - len(todo), progress, time.perf_counter() - began)
+
+
+def missing(plan: Plan) -> list[Unit]:
+    """The units of `plan` that are not done, in order."""
+    with ThreadPoolExecutor(IN_FLIGHT) as pool:  # behind a URL each look is an exchange with the store
+        done = pool.map(lambda unit: is_done(plan.folder, unit), plan.units)
+        return [unit for unit, there in zip(plan.units, done, strict=True) if not there]
 
 
 def make_plan(recipe: Recipe) -> Plan:
     """Reads target configuration and prepared files, and cuts each split into units of `conversations_per_shard` lines."""
     geometry = load_geometry(recipe.target.path, recipe.target.trust_remote_code)
     options = recipe.capture
-    spec = FeatureSpec.resolve(options.features, geometry.num_layers)
+    spec = FeatureSpec.resolve(options.features, geometry)
     if recipe.target.device == "cuda" and not options.gpus_per_worker:
         raise ConfigError("target.device=cuda with capture.gpus_per_worker=0: Ray hides the GPUs from such a worker; set capture.gpus_per_worker=1")
     prepared = recipe.prepared_dir
@@ -104,13 +121,19 @@ def make_plan(recipe: Recipe) -> Plan:
         "target": weights_digest(recipe.target.path),
         "tokenizer": tokenizer_digest(recipe.target.path),
         "target.dtype": recipe.target.dtype,
-        # without the options that are not used: shards made before an option existed may still lie with new ones
-        "capture.features": {name: list(part) if isinstance(part, tuple) else part for name, part in asdict(spec).items() if name != "query_layers" or part},
+        "capture.features": json.loads(json.dumps(asdict(spec))),  # as it comes back from provenance.json
         "capture.tokens_per_batch": options.tokens_per_batch,
         "capture.conversations_per_shard": options.conversations_per_shard,
         "prepared": digests,
     }
+    if not options.gpus_per_worker:  # sums on a CPU round by the number of threads
+        configuration["capture.cpus_per_worker (threads)"] = threads(options)
     return Plan(recipe.shards_dir, geometry, spec, tuple(units), configuration)
+
+
+def threads(options: CaptureConfig) -> int:
+    """CPU threads of one worker."""
+    return max(1, int(options.cpus_per_worker))
 
 
 def cut(split: Split, file: Path, lines: int) -> tuple[list[Unit], str]:
@@ -130,39 +153,37 @@ def cut(split: Split, file: Path, lines: int) -> tuple[list[Unit], str]:
     return units, digest.hexdigest()
 
 
-def is_done(folder: Path, unit: Unit, whole: bool) -> bool:
-    """The unit's index and tar are there and of one size, and with `whole` of one checksum. An index that cannot be read counts as not there."""
+def is_done(folder: AnyPath, unit: Unit) -> bool:
+    """The unit's index and tar are there and of one size. An index that cannot be read counts as not there.
+
+    The index is written after its tar lies on disk, so size is enough; `kvshot data verify` reads every byte.
+    """
     try:
-        index = ShardIndex.load(folder, unit.shard)
-        with open(folder / unit.shard, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            return size == index.bytes and (not whole or hashlib.file_digest(file, "sha256").hexdigest() == index.sha256)
+        return size(folder / unit.shard) == ShardIndex.load(folder, unit.shard).bytes
     except (KvshotError, OSError):
         return False
 
 
-def _capture(recipe: Recipe, plan: Plan, todo: Sequence[Unit]) -> int:
-    """Captures the units and returns their tokens."""
+def capture_units(recipe: Recipe, plan: Plan, units: Sequence[Unit]) -> Progress:
+    """Captures `units`, some of the plan's, over the recipe's workers; writes their shards, indexes and lines of `captures.jsonl`, nothing else."""
     options = recipe.capture
+    progress = Progress(plan, units)
+    if not units:
+        return progress
     if torch.cuda.is_available() and not options.gpus_per_worker:
         print("capture: a GPU is here, but capture.gpus_per_worker=0: the target runs on the CPU")
-    job = CaptureJob(recipe.target, plan.spec, options.tokens_per_batch, plan.folder.resolve(), max(1, int(options.cpus_per_worker)))
-    total = sum(unit.count for unit in plan.units)
-    began, tokens = time.perf_counter(), 0
-    with (
-        Pool("capture", options, CaptureWorker, job) as pool,
-        tqdm(total=total, initial=total - sum(u.count for u in todo), desc="capture", unit="conv", dynamic_ncols=True) as bar,
-    ):
-        for unit, index in pool.map(todo):
-            tokens += sum(sample.tokens for sample in index.samples)
-            bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):.0f} tokens/s", refresh=False)
-            bar.update(unit.count)
-    return tokens
+    job = CaptureJob(recipe.target, plan.spec, options.tokens_per_batch, absolute(plan.folder), threads(options), options.spool)
+    with Pool("capture", options, CaptureWorker, job, depth=2) as pool, progress:
+        for unit, captured in pool.map(units):
+            progress.add(unit, captured)
+    return progress
 
 
-def _finish(recipe: Recipe, plan: Plan) -> None:
-    """Writes what is derived from the shards' indexes: quarantine.jsonl, token counts and, last, the manifest."""
-    indexes = [(unit.split, ShardIndex.load(plan.folder, unit.shard)) for unit in plan.units]
+def finish(recipe: Recipe, plan: Plan) -> None:
+    """Writes what is derived from the shards' indexes: quarantine.jsonl, token counts and, last, the manifest. Every unit has to be done."""
+    with ThreadPoolExecutor(IN_FLIGHT) as pool:
+        loaded = pool.map(lambda unit: ShardIndex.load(plan.folder, unit.shard), plan.units)
+        indexes = [(unit.split, index) for unit, index in zip(plan.units, loaded, strict=True)]
     rejected = [asdict(r) for _, index in indexes for r in index.rejected]
     if not any(index.samples for _, index in indexes):
         first = rejected[0]
@@ -171,9 +192,10 @@ def _finish(recipe: Recipe, plan: Plan) -> None:
         )
     write_atomic(plan.folder / "quarantine.jsonl", "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rejected))
     counts = torch.zeros(plan.geometry.vocab_size, dtype=torch.int64)
-    for split, index in indexes:
-        if split == "train":
-            counts += count_labels(ShardReader(plan.folder, index, plan.spec, plan.geometry))
+    readers = [ShardReader(plan.folder, index, plan.spec, plan.geometry) for split, index in indexes if split == "train"]
+    with ThreadPoolExecutor(IN_FLIGHT) as pool:
+        for found in pool.map(count_labels, readers):
+            counts += found
     save_token_counts(plan.folder, counts)
     Manifest(
         target_name=Path(recipe.target.path).resolve().name,
@@ -183,8 +205,6 @@ def _finish(recipe: Recipe, plan: Plan) -> None:
         spec=plan.spec,
         splits={split: SplitCounts.of([index for name, index in indexes if name == split]) for split in SPLITS},
         rejected=len(rejected),
-        seconds=round(sum(index.seconds for _, index in indexes), 3),
-        versions=versions(),
     ).save(plan.folder)
 
 
@@ -198,7 +218,7 @@ def count_labels(reader: ShardReader) -> torch.Tensor:
     return counts
 
 
-def _summary(plan: Plan, reused: int, captured: int, seconds: float) -> CaptureSummary:
+def _summary(plan: Plan, reused: int, progress: Progress, seconds: float) -> CaptureSummary:
     """From the manifest; printed."""
     manifest = Manifest.load(plan.folder)
     splits = manifest.splits.values()
@@ -212,14 +232,21 @@ def _summary(plan: Plan, reused: int, captured: int, seconds: float) -> CaptureS
         rows=sum(s.rows for s in splits),
         bytes=sum(s.bytes for s in splits),
         seconds=seconds,
-        tokens_per_second=captured / seconds,
+        tokens_per_second=progress.tokens / seconds,
     )
     print(
-        f"capture: {found.conversations} conversations, {found.tokens:,} tokens, {found.rows:,} supervised rows, {found.bytes / 1e6:,.1f} MB "
-        f"in {found.shards} shards ({reused} were there) in {plan.folder}"
+        f"capture: {found.conversations:,} conversations, {found.tokens:,} tokens, {found.rows:,} supervised rows, {found.bytes / 1e6:,.1f} MB "
+        f"({found.bytes / max(1, found.tokens):,.0f} bytes a token) in {found.shards} shards ({reused} were there) in {plan.folder}"
     )
-    if captured:
-        print(f"capture: {captured:,} tokens captured in {seconds:.1f} s ({found.tokens_per_second:,.0f} tokens/s)")
+    kinds = sample_kinds(manifest.spec, manifest.geometry, found.tokens, found.rows)
+    shares = [f"{kind} {size / max(1, found.tokens):,.0f}" for kind, size in kinds.items() if size and kind != "rest"]
+    rest = (found.bytes - sum(size for kind, size in kinds.items() if kind != "rest")) / max(1, found.tokens)
+    print(f"capture: bytes a token: {', '.join([*shares, f'tokens, headers and padding {rest:,.0f}'])}")
+    if progress.tokens:
+        print(
+            f"capture: {progress.tokens:,} tokens captured in {seconds:.1f} s ({found.tokens_per_second:,.0f} tokens/s, "
+            f"{progress.bytes / 1e6 / seconds:,.1f} MB/s)"
+        )
     if found.rejected:
         print(f"capture: {found.rejected} conversations left out, with reasons in {plan.folder / 'quarantine.jsonl'}")
     return found

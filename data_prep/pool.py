@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import math
 import os
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 from tqdm import tqdm
 
 from kvshot_ds.errors import ConfigError, KvshotError
-from kvshot_ds.files import read_json
+from kvshot_ds.files import AnyPath, abandoned, exists, read_json
 
 TRIES = 3  # workers that one unit may lose before the command gives up
+_NUMBERS = count()  # of the actors that this process has started
+_PATIENCE = 60  # without any worker, before saying so [s]
 
 
 class Resources(Protocol):
@@ -30,19 +35,29 @@ class Resources(Protocol):
     def gpus_per_worker(self) -> float: ...
 
 
+@dataclass(eq=False)
+class _Actor:
+    """A worker in Ray. starting: what says that it runs, until it does. flights: its calls, with the number and the unit of each."""
+
+    handle: Any
+    starting: Any
+    flights: dict[Any, tuple[int, Any]] = field(default_factory=dict)
+
+
 class Pool:
     """Up to `resources.workers` actors of class `worker`, started when first needed and ended with the context.
 
     worker: a class with a method `work(unit)`; arguments: those of its constructor. section: names the options in error
-    texts and the actors (`kvshot-<section>-<n>`).
+    texts and the actors (`kvshot-<section>-<process>-<n>`). depth: units that one worker has at a time, in threads of its own: with two,
+    a worker can finish one while it works on the next. In Ray's dashboard a call is named `str(unit)`, as far as the first bracket.
     """
 
-    def __init__(self, section: str, resources: Resources, worker: type, *arguments: Any) -> None:
-        self.section, self.resources, self.worker, self.arguments = section, resources, worker, arguments
+    def __init__(self, section: str, resources: Resources, worker: type, *arguments: Any, depth: int = 1) -> None:
+        self.section, self.resources, self.worker, self.arguments, self.depth = section, resources, worker, arguments, depth
         self._stack = ExitStack()
-        self._actors: list[Any] = []
-        self._idle: list[Any] = []
+        self._actors: list[_Actor] = []
         self._class: Any = None
+        self._failed_starts = 0
 
     def __enter__(self) -> Self:
         return self
@@ -52,11 +67,12 @@ class Pool:
             import ray
 
             for actor in self._actors:
-                ray.kill(actor)
+                ray.kill(actor.handle)
         self._stack.close()
 
     def map(self, units: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-        """(unit, result) as they finish. A unit whose worker dies goes to a fresh one.
+        """(unit, result) as they finish. A unit whose worker dies goes to another, and from then on has it alone, so that one that kills
+        workers is found out. A worker that Ray finds no room for (a node was lost) is not waited for while others work.
 
         Raises the KvshotError a worker raised, ConfigError if Ray has too little room, KvshotError if a unit loses its
         worker three times.
@@ -64,15 +80,13 @@ class Pool:
         import ray
         from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
 
-        waiting, deaths = deque(enumerate(units)), Counter[int]()
-        in_flight: dict[Any, tuple[Any, int, Any]] = {}
-        while waiting or in_flight:
-            while waiting and len(in_flight) < self.resources.workers:
-                actor = self._idle.pop() if self._idle else self._start()
-                number, unit = waiting.popleft()
-                in_flight[actor.work.remote(unit)] = (actor, number, unit)
-            (result,), _rest = ray.wait(list(in_flight), num_returns=1)
-            actor, number, unit = in_flight.pop(result)
+        source, waiting, deaths = enumerate(units), deque[tuple[int, Any]](), Counter[int]()
+        while True:
+            waiting.extend(islice(source, max(0, self.depth * self.resources.workers - len(waiting))))
+            if not waiting and not any(actor.flights for actor in self._actors):
+                return
+            self._dispatch(waiting, deaths)
+            actor, result = self._next(ray)
             try:
                 value = ray.get(result)
             except RayTaskError as error:
@@ -80,26 +94,62 @@ class Pool:
                     raise error.cause from None
                 raise
             except (RayActorError, WorkerCrashedError, OutOfMemoryError) as error:
-                deaths[number] += 1
-                if deaths[number] >= TRIES:
-                    why = (str(error).splitlines() or [type(error).__name__])[0]
-                    raise KvshotError(f"{unit}: lost its worker {TRIES} times ({why}); if memory ran out, use smaller batches") from None
-                tqdm.write(f"{self.section}: a worker died on {unit}; the unit goes to a fresh one")
-                waiting.appendleft((number, unit))
+                self._actors.remove(actor)
+                self._mourn(actor, deaths, (str(error).splitlines() or [type(error).__name__])[0])
+                waiting.extendleft(reversed(actor.flights.values()))
                 continue
-            self._idle.append(actor)
-            yield unit, value
+            if result is actor.starting:
+                actor.starting, self._failed_starts = None, 0
+            else:
+                yield actor.flights.pop(result)[1], value
 
-    def _start(self) -> Any:
+    def _dispatch(self, waiting: deque[tuple[int, Any]], deaths: Counter[int]) -> None:
+        """Hands waiting units to workers that have room, emptiest first, and starts workers for the rest."""
+        ready = [actor for actor in self._actors if actor.starting is None]
+        while waiting and ready:
+            actor = min(ready, key=lambda a: len(a.flights))
+            number, unit = waiting[0]
+            alone = deaths[number] or any(deaths[other] for other, _ in actor.flights.values())
+            if len(actor.flights) >= self.depth or (alone and actor.flights):
+                break
+            waiting.popleft()
+            actor.flights[actor.handle.work.options(name=str(unit).partition(" (")[0]).remote(unit)] = (number, unit)
+        busy = sum(bool(actor.flights) for actor in self._actors)
+        while len(self._actors) < min(self.resources.workers, busy + len(waiting)):
+            self._actors.append(self._start())
+
+    def _next(self, ray: Any) -> tuple[_Actor, Any]:
+        """The next call that came to an end, well or not, and its actor."""
+        calls = {call: actor for actor in self._actors for call in (*actor.flights, *([actor.starting] if actor.starting else []))}
+        while True:
+            done, _ = ray.wait(list(calls), num_returns=1, timeout=_PATIENCE)
+            if done:
+                return calls[done[0]], done[0]
+            if all(actor.starting for actor in self._actors):
+                tqdm.write(f"{self.section}: no worker runs; waiting until the Ray cluster has room for one")
+
+    def _mourn(self, actor: _Actor, deaths: Counter[int], why: str) -> None:
+        """Counts a worker's death against what it worked on. Raises KvshotError when that was the third."""
+        if actor.starting is not None:
+            self._failed_starts += 1
+            if self._failed_starts >= TRIES:
+                raise KvshotError(f"{self.section}: {TRIES} workers in a row died before they ran ({why})")
+        for number, unit in actor.flights.values():
+            deaths[number] += 1
+            if deaths[number] >= TRIES:
+                raise KvshotError(f"{unit}: lost its worker {TRIES} times ({why}); if memory ran out, use smaller batches")
+            tqdm.write(f"{self.section}: a worker died on {unit}; the unit goes to a fresh one")
+
+    def _start(self) -> _Actor:
         import ray
 
         if self._class is None:
             self._stack.enter_context(ray_session(self.section, self.resources))
-            self._class = ray.remote(num_cpus=self.resources.cpus_per_worker, num_gpus=self.resources.gpus_per_worker)(self.worker)
-        # the process id keeps two commands on one cluster apart
-        name = f"kvshot-{self.section}-{os.getpid()}-{len(self._actors)}"
-        self._actors.append(self._class.options(name=name).remote(*self.arguments))
-        return self._actors[-1]
+            wanted = {"num_cpus": self.resources.cpus_per_worker, "num_gpus": self.resources.gpus_per_worker, "max_concurrency": self.depth}
+            self._class = ray.remote(**wanted)(self.worker)
+        # the process id keeps two commands on one cluster apart, the number two pools of one process: a name is free only when its actor is gone
+        handle = self._class.options(name=f"kvshot-{self.section}-{os.getpid()}-{next(_NUMBERS)}").remote(*self.arguments)
+        return _Actor(handle, handle.__ray_ready__.remote())
 
 
 @contextmanager
@@ -129,32 +179,47 @@ def ray_session(section: str, resources: Resources) -> Iterator[None]:
 
 
 @contextmanager
-def sole_user(folder: Path, command: str) -> Iterator[None]:
+def sole_user(folder: AnyPath, command: str) -> Iterator[None]:
     """Holds the folder's lock, which the system lets go whenever this process ends, and clears what killed writers left.
-    Raises ConfigError if another process holds it."""
+
+    Raises ConfigError naming the holder if another process has it. Behind a URL, and on network storage where locks do not work or do not
+    reach, nothing is held: what commands write is the same whoever writes it, and appears whole, so that two of them waste time, no more.
+    """
+    if not isinstance(folder, Path):
+        yield
+        return
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "a") as file:
+    with open(folder / ".lock", "a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"{folder}: another {command} is writing there; wait for it, or use another folder") from None
+            file.seek(0)
+            holder = file.read(300).strip()
+            raise ConfigError(f"{folder}: another {command} is writing there{f' ({holder})' if holder else ''}; wait for it, or use another folder") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename}")
+        file.flush()
         clear_leftovers(folder)
         yield
 
 
-def clear_leftovers(folder: Path) -> None:
-    """Removes what killed writers left beside the files they were writing. Only under the folder's lock."""
-    for leftover in folder.rglob(".*.tmp"):
-        leftover.unlink(missing_ok=True)
+def clear_leftovers(folder: AnyPath) -> None:
+    """Removes what killed writers left beside the files they were writing; what a living process may still write stays (`files.abandoned`)."""
+    for leftover in folder.rglob(".*.tmp") if isinstance(folder, Path) else ():
+        if abandoned(leftover):
+            leftover.unlink(missing_ok=True)
 
 
-def same_configuration(folder: Path, now: Mapping[str, Any]) -> bool:
+def same_configuration(folder: AnyPath, now: Mapping[str, Any]) -> bool:
     """False if nothing was made in `folder` yet, True if what is there was made with the configuration `now`.
 
     Raises ConfigError naming each value that differs. `now` is what `provenance.stamp(folder, recipe, configuration=now)` stored.
     """
     path = folder / "provenance.json"
-    if not path.is_file():
+    if not exists(path):
         return False
     try:
         before = read_json(path)["configuration"]

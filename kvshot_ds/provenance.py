@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvshot_ds.config import Recipe, Section, dump_recipe
-from kvshot_ds.files import write_atomic, write_json
+from kvshot_ds.files import AnyPath, write_atomic, write_json
 
 _PACKAGES = ("kvshot-ds", "torch", "deepspeed", "transformers", "datasets", "webdataset", "ray", "safetensors", "tokenizers")
 
@@ -63,7 +63,7 @@ def origin(**facts: Any) -> dict[str, Any]:
     return {"command": _command(), "versions": versions(), "git_commit": git_commit(), **facts}
 
 
-def stamp(folder: Path, recipe: Recipe, **facts: Any) -> None:
+def stamp(folder: AnyPath, recipe: Recipe, **facts: Any) -> None:
     """Writes `recipe.yaml` (resolved) and `provenance.json` (`origin`) into `folder`."""
     write_atomic(folder / "recipe.yaml", dump_recipe(recipe))
     write_json(folder / "provenance.json", origin(**facts))

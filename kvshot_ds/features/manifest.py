@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 
 from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.features.spec import FeatureSpec
-from kvshot_ds.files import read_json, write_atomic, write_json
+from kvshot_ds.files import AnyPath, exists, location, read_bytes, read_json, write_atomic, write_json
 from kvshot_ds.geometry import Geometry
 from kvshot_ds.typed import parse
 
-FORMAT = "kvshot-features/1"
+FORMAT = "kvshot-features/2"
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 _SHARD = re.compile(r"(train|heldout)-\d{6}\.tar")
-_KEY = re.compile(r"[A-Za-z0-9_-]{1,64}")
+KEY = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 @dataclass(frozen=True)
@@ -48,26 +48,25 @@ class Rejected:
 class ShardIndex:
     """`<shard>.index.json`: written after its tar, so that its presence means that the tar is whole.
 
-    shard: file name of the tar. bytes, sha256: of the tar. seconds: time the worker spent on it. samples: in the order of the
-    prepared split, whatever their order in the tar. rejected: conversations of its slice that are not in it.
+    shard: file name of the tar. bytes, sha256: of the tar. samples: in the order of the prepared split, whatever their order in the
+    tar. rejected: conversations of its slice that are not in it. No time and no version: made again, it is the same file.
     """
 
     shard: str
     bytes: int
     sha256: str
-    seconds: float
     samples: tuple[Sample, ...]
     rejected: tuple[Rejected, ...]
 
     @staticmethod
-    def path(folder: Path, shard: str) -> Path:
+    def path(folder: AnyPath, shard: str) -> AnyPath:
         return folder / f"{shard.removesuffix('.tar')}.index.json"
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: AnyPath) -> None:
         write_json(self.path(folder, self.shard), {"format": FORMAT, **asdict(self)})
 
     @classmethod
-    def load(cls, folder: Path, shard: str) -> ShardIndex:
+    def load(cls, folder: AnyPath, shard: str) -> ShardIndex:
         """The index of tar `shard`. Raises KvshotError naming the field: missing, of another format, of a wrong type, with an
         unsafe key, or with a sample that does not lie within its tar."""
         path = cls.path(folder, shard)
@@ -113,7 +112,8 @@ class Manifest:
     """`manifest.json`, written last: its presence means that every shard it names is there.
 
     target_name, target_digest (target.weights_digest), geometry, tokenizer_digest: the model the features come from. spec: what
-    was captured. splits: counts. rejected: conversations left out (quarantine.jsonl lists them). seconds: summed over workers.
+    was captured. splits: counts. rejected: conversations left out (quarantine.jsonl lists them). Times and versions stand in
+    captures.jsonl and provenance.json, which are no part of the data set.
     """
 
     target_name: str
@@ -123,36 +123,48 @@ class Manifest:
     spec: FeatureSpec
     splits: dict[Split, SplitCounts]
     rejected: int
-    seconds: float
-    versions: dict[str, str]
 
     @staticmethod
-    def path(folder: Path) -> Path:
+    def path(folder: AnyPath) -> AnyPath:
         return folder / "manifest.json"
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: AnyPath) -> None:
         write_json(self.path(folder), {"format": FORMAT, **asdict(self)})
 
     @classmethod
-    def load(cls, folder: Path) -> Manifest:
+    def load(cls, folder: AnyPath) -> Manifest:
         """The manifest of `folder`. Raises ConfigError: capture not run or not complete, another format, unsafe shard
         names, or a field (which the text names) that is missing, unknown or of a wrong type."""
-        path = cls.path(Path(folder))
-        if not path.is_file():
+        path = cls.path(location(folder))
+        if not exists(path):
             raise ConfigError(f"{path}: not there; the features were not captured, or not to the end: run kvshot capture")
         try:
             found = parse(cls, _versioned(path))
         except ValueError as error:
             raise ConfigError(f"{path}: not a manifest of feature shards ({error})") from None
+        if (what := _impossible(found)) is not None:
+            raise ConfigError(f"{path}: not a manifest of feature shards ({what})")
         for shard in (shard for counts in found.splits.values() for shard in counts.shards):
             if not _SHARD.fullmatch(shard):
                 raise ConfigError(f"{path}: shard name {shard!r} is not of the form train-000000.tar; refused")
         return found
 
 
-def check_key(key: str, where: Path) -> None:
+def _impossible(found: Manifest) -> str | None:
+    """The first value that no capture writes."""
+    g, spec = found.geometry, found.spec
+    sizes = {name: getattr(g, name) for name in ("num_layers", "hidden_size", "heads", "kv_heads", "head_dim", "vocab_size")}
+    layers = {name: getattr(spec, name) for name in ("hidden_layers", "kv_layers", "query_layers")}
+    bad = [f"geometry.{name}: {size}" for name, size in sizes.items() if not 0 < size <= 1 << 24]
+    bad += [f"spec.{name}: {kept}" for name, kept in layers.items() if list(kept) != sorted({*kept} & {*range(min(g.num_layers, 1 << 16))})]
+    bad += [] if (0 < spec.teacher_k <= g.vocab_size if spec.teacher == "top_k" else spec.teacher_k == 0) else [f"spec.teacher_k: {spec.teacher_k}"]
+    bad += [f"splits.{split}: {counts}"[:200] for split, counts in found.splits.items() if len({*counts.shards}) < len(counts.shards)]
+    return bad[0] if bad else None
+
+
+def check_key(key: str, where: AnyPath) -> None:
     """Raises KvshotError unless `key` is a plain name: no dots (WebDataset splits there), no slashes, at most 64 characters."""
-    if not _KEY.fullmatch(key):
+    if not KEY.fullmatch(key):
         raise KvshotError(f"{where}: sample key {key!r} is not a plain name (letters, digits, _ and -, at most 64); refused")
 
 
@@ -174,26 +186,42 @@ def require(manifest: Manifest, needed: FeatureSpec, target_digest: str) -> None
         layers = {name: sorted({*getattr(has, name), *getattr(needed, name)}) for name in ("hidden_layers", "kv_layers", "query_layers")}
         options = [f"'capture.features.{name}={chosen or 'none'}'" for name, chosen in layers.items() if chosen or name != "query_layers"]
         options.append(f"capture.features.teacher={needed.teacher if has.teacher == 'none' else has.teacher}")
+        options += [f"capture.features.teacher_k={has.teacher_k}"] if has.teacher_k else []
+        options += [f"capture.features.store.{kind}={how}" for kind, how in asdict(has.store).items() if how != "bf16"]
         command = f"kvshot capture RECIPE {' '.join(options)} shards=NEW_FOLDER"
         raise ConfigError(f"the features lack {', '.join(missing)}, which this run reads; capture them: {command}")
 
 
-def save_token_counts(folder: Path, counts: torch.Tensor) -> None:
+def worker_seconds(folder: AnyPath) -> float | None:
+    """Time that workers spent on the shards of `folder`, summed over `captures.jsonl` (one line a shard, no part of the data set); None without it."""
+    path = folder / "captures.jsonl"
+    if not exists(path):
+        return None
+    total = 0.0
+    for line in read_bytes(path).splitlines():
+        try:
+            total += float(json.loads(line)["seconds"])
+        except (ValueError, KeyError, TypeError):  # a line that a crash cut off
+            continue
+    return round(total, 3)
+
+
+def save_token_counts(folder: AnyPath, counts: torch.Tensor) -> None:
     """Writes `token_counts.safetensors`: how often each token is a label of the train split, [V] int64."""
     from safetensors.torch import save
 
     write_atomic(folder / "token_counts.safetensors", save({"counts": counts}))
 
 
-def load_token_counts(folder: Path, vocab_size: int) -> torch.Tensor:
+def load_token_counts(folder: AnyPath, vocab_size: int) -> torch.Tensor:
     """Counts [V] int64 of the labels x_{j+1} at the train split's teacher rows j: what a draft vocabulary is chosen from.
     Raises KvshotError if the file is missing or of another vocabulary."""
     from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    from safetensors.torch import load
 
-    path = Path(folder) / "token_counts.safetensors"
+    path = location(folder) / "token_counts.safetensors"
     try:
-        counts = load_file(path).get("counts")
+        counts = load(read_bytes(path)).get("counts")
     except (OSError, SafetensorError) as error:
         raise KvshotError(f"{path}: not readable ({error}); delete manifest.json there and run kvshot capture again") from None
     if counts is None or counts.dtype != torch.int64 or counts.shape != (vocab_size,):
@@ -201,7 +229,7 @@ def load_token_counts(folder: Path, vocab_size: int) -> torch.Tensor:
     return counts
 
 
-def _versioned(path: Path) -> dict[str, Any]:
+def _versioned(path: AnyPath) -> dict[str, Any]:
     """The JSON mapping in `path` without its format field. Raises KvshotError (ConfigError for another format)."""
     try:
         value = read_json(path)

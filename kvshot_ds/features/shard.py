@@ -6,7 +6,7 @@ import hashlib
 import json
 import operator
 import os
-import uuid
+import tempfile
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,14 +17,21 @@ from typing import Any, BinaryIO
 import torch
 
 from kvshot_ds.errors import ConfigError, KvshotError
+from kvshot_ds.features.codec import SCALE, Stored, all_finite, decode, stored_tensors
 from kvshot_ds.features.manifest import Manifest, Rejected, Sample, ShardIndex, Split, check_key
-from kvshot_ds.features.spec import DTYPES, FeatureSpec, teacher_rows
-from kvshot_ds.files import file_sha256
+from kvshot_ds.features.spec import FeatureSpec, teacher_rows
+from kvshot_ds.files import IN_FLIGHT, AnyPath, RangeReader, aside, buffer, file_sha256, location, put, reading, size
 from kvshot_ds.geometry import Geometry
 
 _BLOCK = 512  # a tar is made of blocks of this many bytes; headers take one, data is padded to whole ones
-_STORED = {"I32": torch.int32, "F32": torch.float32, "BF16": torch.bfloat16}
+_STORED = {"I32": torch.int32, "F32": torch.float32, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
 _LONGEST_HEADER = 1 << 20
+_FIRST = 1 << 15  # what is asked of a remote sample at first: most headers, with the tokens behind them, are shorter [bytes]
+
+
+def written_in(folder: AnyPath, spool: Path | None) -> Path:
+    """Where the tars of `folder` are written before they are put in place: there, or for a URL in `spool` or the system's temporary folder."""
+    return folder if isinstance(folder, Path) else spool or Path(tempfile.gettempdir()) / f"kvshot-spool-{os.getuid()}"
 
 
 class _HashedFile:
@@ -42,17 +49,19 @@ class _HashedFile:
 
 
 class ShardWriter:
-    """Writes one tar beside its final name; `commit` renames it and writes its index. A context left without commit leaves nothing.
+    """Writes one tar beside its final name, or for a URL in a local folder (`written_in`); `commit` puts it in place and writes its index.
+    A context left without commit leaves nothing.
 
     The bytes depend on the samples and their order alone: times, owners and modes are fixed.
     """
 
-    def __init__(self, folder: Path, shard: str) -> None:
+    def __init__(self, folder: AnyPath, shard: str, spool: Path | None = None) -> None:
         from webdataset import TarWriter
 
         self.folder, self.shard = folder, shard
-        folder.mkdir(parents=True, exist_ok=True)
-        self._aside = folder / f".{shard}.{uuid.uuid4().hex}.tmp"
+        self.spool = written_in(folder, spool)
+        self.spool.mkdir(parents=True, exist_ok=True)
+        self._aside = aside(self.spool / shard)
         self._file = open(self._aside, "wb")  # noqa: SIM115 - closed by commit or __exit__
         self._hashed = _HashedFile(self._file)
         self._tar = TarWriter(self._hashed, user="kvshot", group="kvshot", mtime=0, encoder=False)
@@ -71,15 +80,15 @@ class ShardWriter:
         offset = start + _BLOCK + -(-len(text) // _BLOCK) * _BLOCK + _BLOCK
         self._samples[key] = Sample(key, offset, len(data), len(tensors["tokens"]), len(teacher_rows(tensors["turn"].numpy())))
 
-    def commit(self, order: Collection[str], rejected: Iterable[Rejected] = (), seconds: float = 0.0) -> ShardIndex:
-        """Closes, fsyncs and renames the tar, then writes its index, whose samples stand in `order` (the keys)."""
+    def commit(self, order: Collection[str], rejected: Iterable[Rejected] = ()) -> ShardIndex:
+        """Closes and fsyncs the tar, puts it in place, then writes its index, whose samples stand in `order` (the keys)."""
         self._tar.close()
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        os.replace(self._aside, self.folder / self.shard)
+        put(self._aside, self.folder / self.shard)
         samples = tuple(self._samples[key] for key in order)
-        index = ShardIndex(self.shard, self._hashed.bytes, self._hashed.sha256.hexdigest(), round(seconds, 3), samples, tuple(rejected))
+        index = ShardIndex(self.shard, self._hashed.bytes, self._hashed.sha256.hexdigest(), samples, tuple(rejected))
         index.save(self.folder)
         return index
 
@@ -95,23 +104,23 @@ class ShardWriter:
 class ShardReader:
     """One tar and its index. spec, geometry: what its samples must hold. Keeps no open file: safe to pickle and to fork."""
 
-    folder: Path
+    folder: AnyPath
     index: ShardIndex
     spec: FeatureSpec
     geometry: Geometry
 
     @property
-    def path(self) -> Path:
+    def path(self) -> AnyPath:
         return self.folder / self.index.shard
 
     def check_size(self) -> None:
         """Raises KvshotError if the tar is missing or not as long as its index says."""
         try:
-            size = self.path.stat().st_size
+            found = size(self.path)
         except OSError as error:
-            raise KvshotError(f"{self.path}: not readable ({error.strerror}); run kvshot capture again") from None
-        if size != self.index.bytes:
-            raise KvshotError(f"{self.path}: {size} bytes, its index says {self.index.bytes}: truncated or replaced; delete it and run kvshot capture again")
+            raise KvshotError(f"{self.path}: not readable ({error.strerror or error}); run kvshot capture again") from None
+        if found != self.index.bytes:
+            raise KvshotError(f"{self.path}: {found} bytes, its index says {self.index.bytes}: truncated or replaced; delete it and run kvshot capture again")
 
     def check_bytes(self) -> None:
         """Compares the tar with its checksum. Raises KvshotError if they differ."""
@@ -130,52 +139,56 @@ class ShardReader:
     def read(self, number: int, keys: Collection[str] | None = None) -> dict[str, torch.Tensor]:
         """Tensors of sample `number`, by spec.py's table: all of them, or those named (only their bytes are read).
 
-        Raises KvshotError naming shard, key and tensor: missing, of another shape or dtype, NaN or infinite, cut off.
+        What is stored in 8 bits comes back as bf16, everything else as it is stored. Raises KvshotError naming shard, key and tensor:
+        missing, of another shape or dtype, NaN or infinite, cut off.
         """
+        with reading(self.path) as file:
+            return self.read_from(file, number, keys)
+
+    def read_from(self, file: RangeReader, number: int, keys: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+        """`read` from the tar that is open as `file`."""
         sample = self.index.samples[number]
         wanted = self.expected(sample)
+        chosen = ("tokens", "turn", *self.spec.keys()) if keys is None else tuple(keys)
+        scales = {name: f"{name}{SCALE}" for name in chosen if f"{name}{SCALE}" in wanted}
         tensors: dict[str, torch.Tensor] = {}
-        with open(self.path, "rb", buffering=0) as file:
-            header, start = self._header(file.fileno(), sample)
-            for name in wanted if keys is None else keys:
-                tensors[name] = self._tensor(file.fileno(), sample, name, header.get(name), start, wanted.get(name))
+        header, start = self._header(file, sample)
+        file.fetch(_parts(header, (*chosen, *scales.values()), start, sample))
+
+        def stored(name: str) -> torch.Tensor:
+            return self._tensor(file, sample, name, header.get(name), start, wanted.get(name))
+
+        numbers = {name: torch.Size(wanted[name][1]).numel() for name in scales}
+        room = torch.frombuffer(buffer(2 * sum(numbers.values()) + 2), dtype=torch.bfloat16)
+        for name in chosen:
+            if name in scales:
+                mine, room = room[: numbers[name]], room[numbers[name] :]
+                tensors[name] = decode(Stored(stored(name), stored(scales[name])), self.spec.dtype(name), mine)
+            else:
+                tensors[name] = stored(name)
         return tensors
 
     def expected(self, sample: Sample) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """dtype and shape of every tensor of `sample`."""
-        g, dtype, n, r = self.geometry, DTYPES[self.spec.dtype], sample.tokens, sample.rows
-        by_kind: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-            "hidden": (dtype, (n, g.hidden_size)),
-            "key": (dtype, (n, g.kv_heads, g.head_dim)),
-            "value": (dtype, (n, g.kv_heads, g.head_dim)),
-            "query": (dtype, (r, g.heads, g.head_dim)),
-            "teacher.hidden": (dtype, (r, g.hidden_size)),
-            "teacher.argmax": (torch.int32, (r,)),
-            "teacher.lse": (torch.float32, (r,)),
-        }
-        found = dict.fromkeys(("tokens", "turn"), (torch.int32, (n,)))
-        return found | {key: by_kind[key if key in by_kind else key.split(".")[0]] for key in self.spec.keys()}
+        """dtype and shape of every stored tensor of `sample`, scales included."""
+        return stored_tensors(self.spec, self.geometry, sample.tokens, sample.rows)
 
     def _broken(self, sample: Sample, what: str) -> KvshotError:
         return KvshotError(f"{self.path}: sample {sample.key!r}: {what}; delete the shard and run kvshot capture again")
 
-    def _bytes(self, file: int, sample: Sample, offset: int, size: int) -> bytearray:
-        buffer = bytearray(size)
-        view, done = memoryview(buffer), 0
-        while done < size:
-            got = os.preadv(file, [view[done:]], offset + done)
-            if not got:
-                raise self._broken(sample, f"the file ends at byte {offset + done}, expected {offset + size}")
-            done += got
-        return buffer
+    def _bytes(self, file: RangeReader, sample: Sample, offset: int, size: int) -> bytearray | memoryview:
+        found = file.read(offset, size)
+        if len(found) < size:
+            raise self._broken(sample, f"the file ends at byte {offset + len(found)}, expected {offset + size}")
+        return found
 
-    def _header(self, file: int, sample: Sample) -> tuple[dict[str, Any], int]:
+    def _header(self, file: RangeReader, sample: Sample) -> tuple[dict[str, Any], int]:
         """The safetensors header of `sample`, and where in the file its data starts."""
+        file.fetch([(sample.offset, min(sample.size, _FIRST))])
         length = int.from_bytes(self._bytes(file, sample, sample.offset, 8), "little")
         if length > min(sample.size - 8, _LONGEST_HEADER):
             raise self._broken(sample, "its bytes are no safetensors file")
         try:
-            header = json.loads(self._bytes(file, sample, sample.offset + 8, length))
+            header = json.loads(bytes(self._bytes(file, sample, sample.offset + 8, length)))
         except (ValueError, RecursionError):
             header = None
         if not isinstance(header, dict):
@@ -183,7 +196,7 @@ class ShardReader:
         return header, sample.offset + 8 + length
 
     def _tensor(
-        self, file: int, sample: Sample, name: str, entry: dict[str, Any] | None, start: int, wanted: tuple[torch.dtype, tuple[int, ...]] | None
+        self, file: RangeReader, sample: Sample, name: str, entry: dict[str, Any] | None, start: int, wanted: tuple[torch.dtype, tuple[int, ...]] | None
     ) -> torch.Tensor:
         if wanted is None:
             raise ConfigError(f"{self.path}: tensor {name!r} was not captured; the features hold {', '.join(self.spec.keys())}")
@@ -206,13 +219,17 @@ class ShardReader:
         return tensor
 
 
-def all_finite(tensor: torch.Tensor) -> bool:
-    """No NaN and no infinity in `tensor`. Integers always are finite."""
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
-    # the extremes carry NaN along and are found at the speed of memory, 30 times faster than isfinite().all()
-    low, high = torch.aminmax(tensor)
-    return bool(torch.isfinite(low) & torch.isfinite(high))
+def _parts(header: dict[str, Any], keys: Iterable[str], start: int, sample: Sample) -> list[tuple[int, int]]:
+    """(offset, size) of each tensor of `keys` whose header entry lies within the sample; the others are errors when they are read."""
+    parts = []
+    for entry in (header.get(key) for key in keys):
+        try:
+            begin, end = map(operator.index, entry["data_offsets"])  # type: ignore[index]
+        except (KeyError, TypeError, ValueError):
+            continue
+        if 0 <= begin < end <= sample.offset + sample.size - start:
+            parts.append((start + begin, end - begin))
+    return parts
 
 
 @dataclass(frozen=True)
@@ -228,16 +245,17 @@ class ShardSet:
     _places: tuple[tuple[int, int], ...]
 
     @classmethod
-    def open(cls, folder: Path, split: Split) -> ShardSet:
+    def open(cls, folder: AnyPath, split: Split) -> ShardSet:
         """Reads manifest and indexes. Raises KvshotError naming what is missing, truncated, of another format or inconsistent."""
-        folder = Path(folder)
+        folder = location(folder)
         manifest = Manifest.load(folder)
         if split not in manifest.splits:
             raise ConfigError(f"{Manifest.path(folder)}: no split {split!r}; it holds {', '.join(manifest.splits)}")
         counts = manifest.splits[split]
-        readers = tuple(ShardReader(folder, ShardIndex.load(folder, shard), manifest.spec, manifest.geometry) for shard in counts.shards)
-        for reader in readers:
-            reader.check_size()
+        with ThreadPoolExecutor(IN_FLIGHT) as pool:  # behind a URL each index is an exchange with the store
+            indexes = pool.map(ShardIndex.load, [folder] * len(counts.shards), counts.shards)
+            readers = tuple(ShardReader(folder, index, manifest.spec, manifest.geometry) for index in indexes)
+            list(pool.map(ShardReader.check_size, readers))
         samples = tuple(sample for reader in readers for sample in reader.index.samples)
         if len(samples) != counts.samples:
             raise KvshotError(f"{Manifest.path(folder)}: {counts.samples} {split} samples, the indexes hold {len(samples)}; run kvshot capture again")

@@ -11,7 +11,8 @@ from pydantic import TypeAdapter
 
 from kvshot_ds.config import DrafterConfig, Recipe, load_recipe
 from kvshot_ds.errors import KvshotError
-from kvshot_ds.files import read_json
+from kvshot_ds.features.manifest import worker_seconds
+from kvshot_ds.files import AnyPath, exists, read_json
 from kvshot_ds.metrics import Interval, StepCounts
 from kvshot_ds.report.families import UNKNOWN, Drafter, drafter_of, rank, styles
 
@@ -124,6 +125,7 @@ class Work:
     folder: Path
     prepared: dict[str, Any] | None
     manifest: dict[str, Any] | None
+    capture_seconds: float | None
     timings: dict[str, float] | None
     runs: tuple[Run, ...]
     provenance: dict[str, dict[str, Any]]
@@ -141,6 +143,7 @@ def gather(recipe: Recipe) -> Work:
         folder=recipe.work,
         prepared=_read(recipe.prepared_dir / "summary.json", "kvshot prep", dict),
         manifest=_read(recipe.shards_dir / "manifest.json", "kvshot capture", dict),
+        capture_seconds=worker_seconds(recipe.shards_dir),
         timings=_read(recipe.work / "timings.json", "the commands", _timings),
         runs=styled(runs),
         provenance={stage: found for stage, folder in stages.items() if (found := _read(folder / "provenance.json", f"kvshot {stage}", dict)) is not None},
@@ -183,9 +186,9 @@ def evaluated(runs: tuple[Run, ...]) -> list[tuple[Run, Evaluation]]:
     return [(run, run.evaluation) for run in runs if run.evaluation and run.evaluation.alpha]
 
 
-def _read(path: Path, command: str, parse: Callable[[Any], T]) -> T | None:
+def _read(path: AnyPath, command: str, parse: Callable[[Any], T]) -> T | None:
     """`path` as `parse` understands it; None if there is no such file. Raises KvshotError if it is not what was expected."""
-    if not path.is_file():
+    if not exists(path):
         return None
     try:
         return parse(read_json(path))

@@ -178,7 +178,7 @@ def _time(work: Work) -> list[Block]:
     whole = work.timings or {}
     inside: dict[str, tuple[float | None, str, int | None]] = {
         "prep": ((work.prepared or {}).get("seconds"), "", None),
-        "capture": ((work.manifest or {}).get("seconds"), "summed over workers", None),
+        "capture": (work.capture_seconds, "summed over workers", None),
     }
     for run in work.runs:
         decode = run.decoding.seconds if run.decoding else {}

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from data_prep import capture
 from data_prep.capture import CaptureJob, CaptureWorker, Prepared, Unit, batches, capture_unit
 from data_prep.orchestrate import cut, make_plan
 from kvshot_ds.config import Recipe, TargetConfig
 from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.features.shard import ShardReader
-from kvshot_ds.features.spec import FeatureSpec
+from kvshot_ds.features.spec import FeatureSpec, Store
 from kvshot_ds.target import Target
 
-SPEC = FeatureSpec((1, 2), (3,), "last_hidden", "fp32", (3, 4))
+SPEC = FeatureSpec((1, 2), (3,), "last_hidden", Store.all("fp32"), (3, 4))
 
 
 def record(length: int, seed: int) -> dict:
     tokens = np.random.default_rng(seed).integers(0, 256, length).tolist()
     turn = [0] * (length // 2) + [1] * (length - length // 2 - 1) + [0]
-    return {"id": f"id {seed}", "messages": [], "tokens": tokens, "turn": turn, "source": "test"}
+    return {"id": f"id{seed}", "messages": [], "tokens": tokens, "turn": turn, "source": "test"}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def test_samples_are_the_features_in_the_order_of_the_file(target: Target, tmp_p
     records = [record(length, seed) for seed, length in enumerate((50, 9, 31, 30, 64, 8))]
     unit = unit_of(tmp_path, [json.dumps(r) for r in records])
     index = capture_unit(target, job_for(target, tmp_path / "out"), unit)
-    assert [s.key for s in index.samples] == [f"train-{line:08d}" for line in range(1, 7)] and index.rejected == ()
+    assert [s.key for s in index.samples] == [f"id{seed}" for seed in range(6)] and index.rejected == ()
     reader = ShardReader(tmp_path / "out", index, SPEC, target.geometry)
     reader.verify()
     for number, r in enumerate(records):
@@ -85,7 +87,7 @@ BAD_LINES = {
 def test_unusable_lines_are_quarantined_with_file_line_and_reason(target: Target, tmp_path: Path) -> None:
     unit = unit_of(tmp_path, [json.dumps(record(12, 1)), *BAD_LINES, json.dumps(record(13, 2))])
     index = capture_unit(target, job_for(target, tmp_path / "out"), unit)
-    assert [s.key for s in index.samples] == ["train-00000001", f"train-{len(BAD_LINES) + 2:08d}"]
+    assert [s.key for s in index.samples] == ["id1", "id2"]
     assert [(r.file, r.line) for r in index.rejected] == [("train.jsonl", line) for line in range(2, len(BAD_LINES) + 2)]
     for found, (line, reason) in zip(index.rejected, BAD_LINES.items(), strict=True):
         assert reason in found.reason and found.record == line[:200]
@@ -101,10 +103,59 @@ def test_conversations_with_features_that_are_not_finite_are_quarantined(tiny_ta
     target.model.get_input_embeddings().weight[201, 0] = bad
     unit = unit_of(tmp_path, [json.dumps(r) for r in records])
     index = capture_unit(target, job_for(target, tmp_path / "out"), unit)
-    assert [s.key for s in index.samples] == ["train-00000001", "train-00000002", "train-00000004"]
+    assert [s.key for s in index.samples] == ["id0", "id1", "id3"]
     (left_out,) = index.rejected
-    assert left_out.line == 3 and left_out.reason.startswith("NaN or infinity in hidden.1, hidden.2, key.3") and "id 2" in left_out.record
+    assert left_out.line == 3 and left_out.reason.startswith("NaN or infinity in hidden.1, hidden.2, key.3") and "id2" in left_out.record
     ShardReader(tmp_path / "out", index, SPEC, target.geometry).verify()
+
+
+def test_a_key_is_the_id_or_else_the_place(target: Target, tmp_path: Path) -> None:
+    ids: list[object] = ["0123456789abcdef" * 2, "with a space", None, 7, "../up", "x" * 65, "a.b", "0123456789abcdef" * 2, "ok_-1"]
+    unit = unit_of(tmp_path, [json.dumps({**record(8 + n, n), "id": i}) for n, i in enumerate(ids)])
+    index = capture_unit(target, job_for(target, tmp_path / "out"), unit)
+    assert [s.key for s in index.samples] == [ids[0], *(f"train-{line:08d}" for line in range(2, 8)), "ok_-1"]
+    (left_out,) = index.rejected
+    assert left_out.line == 8 and left_out.reason == f"its id {ids[0]} is that of line 1"
+
+
+def test_a_shard_is_the_same_whatever_was_captured_before_it(target: Target, tmp_path: Path) -> None:
+    """A worker keeps nothing from one unit to the next, and two threads that share it do not meet."""
+    lines = [json.dumps(record(8 + n, n)) for n in range(24)]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n")
+    units, _ = cut("train", tmp_path / "train.jsonl", 4)
+    first, second = (CaptureWorker(job_for(target, tmp_path / name)) for name in ("one", "two"))
+    alone = [first.work(unit).index for unit in units]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(second.work, reversed(units)))
+    assert [c.index for c in reversed(together)] == alone and all(c.seconds > 0 for c in together)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "one").iterdir()} == {p.name: p.read_bytes() for p in (tmp_path / "two").iterdir()}
+
+
+def test_at_most_two_batches_are_in_memory(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer sets the pace where it is the slower one."""
+    import time
+    import weakref
+
+    unit = unit_of(tmp_path, [json.dumps(record(60, n)) for n in range(12)])
+    alive: list[weakref.ref] = []
+    most = 0
+    real, write = target.features, capture._write
+
+    def features(*arguments: object) -> list:
+        nonlocal most
+        found = real(*arguments)
+        alive.append(weakref.ref(found[0]["hidden.1"]))
+        most = max(most, sum(ref() is not None for ref in alive))
+        return found
+
+    def slow(*arguments: object) -> list:
+        time.sleep(0.02)
+        return write(*arguments)
+
+    monkeypatch.setattr(target, "features", features)
+    monkeypatch.setattr(capture, "_write", slow)
+    index = capture_unit(target, job_for(target, tmp_path / "out"), unit)
+    assert len(index.samples) == 12 and len(alive) == 6 and most <= 2
 
 
 def test_units_cut_a_file_at_lines(tmp_path: Path) -> None:
@@ -143,17 +194,18 @@ def test_worker_says_what_a_user_can_mend(target: Target, tmp_path: Path) -> Non
     assert not list((tmp_path / "out").glob("*")), "a unit that failed left a file"
 
 
-def test_shards_from_before_queries_may_still_be_continued(tiny_target: Path, tmp_path: Path) -> None:
+def test_the_configuration_survives_json_and_names_what_changes_the_bytes(tiny_target: Path, tmp_path: Path) -> None:
     (tmp_path / "prepared").mkdir()
     for name in ("train.jsonl", "heldout.jsonl"):
         (tmp_path / "prepared" / name).write_text(json.dumps(record(12, 1)) + "\n")
     (tmp_path / "prepared" / "summary.json").write_text("{}")
 
-    def features(**options: object) -> dict:
+    def configuration(**options: object) -> dict:
         target = {"path": tiny_target, "dtype": "fp32", "device": "cpu"}
-        return make_plan(Recipe.model_validate({"name": "r", "work": tmp_path, "target": target, "capture": {"features": options}})).configuration
+        return make_plan(Recipe.model_validate({"name": "r", "work": tmp_path, "target": target, "capture": options})).configuration
 
-    before = {"hidden_layers": [1, 2], "kv_layers": [2, 3], "teacher": "last_hidden", "dtype": "bf16"}  # as it was written then
-    assert features()["capture.features"] == before
-    assert features(query_layers=(3, 1))["capture.features"] == {**before, "query_layers": [1, 3]}
-    assert json.loads(json.dumps(features())) == features()
+    plain = configuration()
+    assert json.loads(json.dumps(plain)) == plain
+    same = ({"workers": 3}, {"spool": tmp_path}, {"cpus_per_worker": 1.5})
+    other = ({"tokens_per_batch": 7}, {"conversations_per_shard": 7}, {"features": {"query_layers": [3]}}, {"cpus_per_worker": 2})
+    assert all(configuration(**options) == plain for options in same) and all(configuration(**options) != plain for options in other)

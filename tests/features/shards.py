@@ -8,10 +8,10 @@ import torch
 
 from kvshot_ds.features.manifest import SPLITS, Manifest, ShardIndex, Split, SplitCounts, shard_name
 from kvshot_ds.features.shard import ShardWriter
-from kvshot_ds.features.spec import DTYPES, FeatureSpec, teacher_rows
+from kvshot_ds.features.spec import DTYPES, FeatureSpec, Store, teacher_rows
 from kvshot_ds.geometry import Geometry
 
-SPEC = FeatureSpec((1, 3), (2,), "last_hidden", "bf16", (2, 4))
+SPEC = FeatureSpec((1, 3), (2,), "last_hidden", Store.all("bf16"), (2, 4))
 GEOMETRY = Geometry(
     family="qwen3", num_layers=6, hidden_size=8, heads=4, kv_heads=2, head_dim=4, intermediate_size=16, vocab_size=50, norm_eps=1e-6,
     qk_norm=True, qkv_bias=False, o_bias=False, mlp_bias=False, hidden_act="silu", max_positions=64, rope={"rope_type": "default", "rope_theta": 1e4},
@@ -23,7 +23,7 @@ def make_sample(seed: int, spec: FeatureSpec = SPEC) -> dict[str, torch.Tensor]:
     r = torch.Generator().manual_seed(seed)
     n = 5 + seed % 7
     turn = torch.tensor([0] * 2 + [1] * (n - 3) + [0], dtype=torch.int32)
-    rows, dtype = len(teacher_rows(turn.numpy())), DTYPES[spec.dtype]
+    rows, dtype = len(teacher_rows(turn.numpy())), DTYPES[spec.store.teacher]
     found = {"tokens": torch.randint(50, (n,), generator=r, dtype=torch.int32), "turn": turn}
     found |= {f"hidden.{layer}": torch.randn(n, 8, generator=r).to(dtype) for layer in spec.hidden_layers}
     found |= {f"{kind}.{layer}": torch.randn(n, 2, 4, generator=r).to(dtype) for layer in spec.kv_layers for kind in ("key", "value")}
@@ -49,6 +49,6 @@ def make_shards(folder: Path) -> Manifest:
             indexes.append(write_shard(folder, shard_name(split, number), range(seed, seed + count)))
             seed += count
         splits[split] = SplitCounts.of(indexes)
-    manifest = Manifest("toy", "d" * 64, "e" * 64, GEOMETRY, SPEC, splits, 0, 1.5, {"python": "3"})
+    manifest = Manifest("toy", "d" * 64, "e" * 64, GEOMETRY, SPEC, splits, 0)
     manifest.save(folder)
     return manifest

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from kvshot_ds.errors import ConfigError, KvshotError
-from kvshot_ds.features.manifest import Manifest, ShardIndex, SplitCounts, load_token_counts, require, save_token_counts
-from kvshot_ds.features.spec import FeatureSpec
-from tests.features.shards import SPEC, make_sample, make_shards
+from kvshot_ds.features.manifest import FORMAT, Manifest, ShardIndex, SplitCounts, load_token_counts, require, save_token_counts, worker_seconds
+from kvshot_ds.features.spec import FeatureSpec, Store
+from tests.features.shards import GEOMETRY, SPEC, make_sample, make_shards
 
 
 def test_round_trip_and_counts(tmp_path: Path) -> None:
@@ -42,8 +42,8 @@ def test_bad_manifests_are_refused_by_name(tmp_path: Path) -> None:
         edit(tmp_path, splits={"train": {**dataclasses.asdict(made.splits["train"]), "shards": [bad]}})
         with pytest.raises(ConfigError, match="refused"):
             Manifest.load(tmp_path)
-    edit(tmp_path, format="kvshot-features/2")
-    with pytest.raises(ConfigError, match="format 'kvshot-features/2', this version reads 'kvshot-features/1'"):
+    edit(tmp_path, format="kvshot-features/0")
+    with pytest.raises(ConfigError, match=f"format 'kvshot-features/0', this version reads '{FORMAT}'"):
         Manifest.load(tmp_path)
     for text in ("{", "[]", '"x"'):
         Manifest.path(tmp_path).write_text(text)
@@ -65,11 +65,11 @@ MANIFEST_FAULTS = {
     "spec": (lambda m: m | {"spec": "all"}, r"spec: .*found 'all'"),
     "hidden_layers": (lambda m: m["spec"].update(hidden_layers=[1, "3"]), r"spec\.hidden_layers\[1\]: .*integer, found '3'"),
     "query_layers": (lambda m: m["spec"].update(query_layers=2), r"spec\.query_layers: .*found 2"),
-    "dtype": (lambda m: m["spec"].update(dtype="fp8"), r"spec\.dtype: .*'fp32' or 'bf16', found 'fp8'"),
+    "store": (lambda m: m["spec"]["store"].update(kv="fp4"), r"spec\.store\.kv: .*'fp32', 'bf16', 'fp8' or 'int8', found 'fp4'"),
     "teacher": (lambda m: m["spec"].update(teacher=True), r"spec\.teacher: .*found True"),
     "digest": (lambda m: m | {"target_digest": 5}, r"target_digest: .*string, found 5"),
-    "seconds": (lambda m: m | {"seconds": "1"}, r"seconds: .*number, found '1'"),
-    "versions": (lambda m: m["versions"].update(python=3), r"versions\.python: .*string, found 3"),
+    "rejected": (lambda m: m | {"rejected": "1"}, r"rejected: .*integer, found '1'"),
+    "times": (lambda m: m | {"seconds": 1.5}, r"seconds: .*found 1\.5"),
     "unknown": (lambda m: m | {"more": 1}, r"more: .*found 1"),
 }
 
@@ -119,37 +119,35 @@ def test_a_sample_outside_its_tar_is_named(tmp_path: Path, change: dict) -> None
         ShardIndex.load(tmp_path, "train-000000.tar")
 
 
-def test_a_manifest_from_before_queries_loads(tmp_path: Path) -> None:
-    made = make_shards(tmp_path)
-    spec = dataclasses.asdict(made.spec)
-    del spec["query_layers"]
-    edit(tmp_path, spec=spec)
-    assert Manifest.load(tmp_path) == dataclasses.replace(made, spec=dataclasses.replace(made.spec, query_layers=()))
-
-
 def test_require_names_keys_and_the_capture_that_adds_them(tmp_path: Path) -> None:
     manifest = make_shards(tmp_path)
     require(manifest, SPEC, "d" * 64)
-    require(manifest, dataclasses.replace(SPEC, hidden_layers=(), dtype="fp32"), "d" * 64)
+    require(manifest, dataclasses.replace(SPEC, hidden_layers=(), store=Store.all("fp32")), "d" * 64)
     with pytest.raises(ConfigError) as caught:
-        require(manifest, FeatureSpec((0, 1), (2, 5), "last_hidden", "bf16", (3,)), "d" * 64)
+        require(manifest, FeatureSpec((0, 1), (2, 5), "last_hidden", Store.all("bf16"), (3,)), "d" * 64)
     text = str(caught.value)
     assert "lack hidden.0, key.5, value.5, query.3" in text
     options = ("hidden_layers=[0, 1, 3]", "kv_layers=[2, 5]", "query_layers=[2, 3, 4]")
     assert " ".join(f"'capture.features.{option}'" for option in options) + " capture.features.teacher=last_hidden" in text
     bare = dataclasses.replace(manifest, spec=dataclasses.replace(SPEC, query_layers=()))
     with pytest.raises(ConfigError, match=r"lack hidden\.0, which") as caught:
-        require(bare, FeatureSpec((0,), (), "none", "bf16"), "d" * 64)
+        require(bare, FeatureSpec((0,), (), "none", Store.all("bf16")), "d" * 64)
     assert "query_layers" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "needed", [FeatureSpec((0,), (2,), "last_hidden", "bf16"), FeatureSpec((0,), (), "none", "bf16"), FeatureSpec((), (2,), "none", "fp32", (3, 4))], ids=str
+    "needed",
+    [
+        FeatureSpec((0,), (2,), "last_hidden", Store.all("bf16")),
+        FeatureSpec((0,), (), "none", Store.all("bf16")),
+        FeatureSpec((), (2,), "none", Store.all("fp32"), (3, 4)),
+    ],
+    ids=str,
 )
 def test_the_command_that_require_prints_is_one_that_works(tmp_path: Path, needed: FeatureSpec) -> None:
     from kvshot_ds.config import load_recipe
 
-    manifest = dataclasses.replace(make_shards(tmp_path), spec=FeatureSpec((1,), (), "none", "bf16"))
+    manifest = dataclasses.replace(make_shards(tmp_path), spec=FeatureSpec((1,), (), "none", Store.all("bf16")))
     with pytest.raises(ConfigError) as caught:
         require(manifest, needed, "d" * 64)
     recipe = tmp_path / "r.yaml"
@@ -158,12 +156,18 @@ def test_the_command_that_require_prints_is_one_that_works(tmp_path: Path, neede
 
     overrides = shlex.split(str(caught.value).partition("kvshot capture RECIPE ")[2])
     resolved = load_recipe(recipe, tuple(overrides))
-    assert FeatureSpec.resolve(resolved.capture.features, 6).missing(needed) == () and resolved.shards == Path("NEW_FOLDER")
+    assert FeatureSpec.resolve(resolved.capture.features, GEOMETRY).missing(needed) == () and resolved.shards == Path("NEW_FOLDER")
 
 
 def test_require_names_the_other_target(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"captured from another target: toy with weights dddd.*holds weights aaaa"):
         require(make_shards(tmp_path), SPEC, "a" * 64)
+
+
+def test_the_time_of_workers_is_read_from_the_log(tmp_path: Path) -> None:
+    assert worker_seconds(tmp_path) is None
+    (tmp_path / "captures.jsonl").write_text('{"shard": "a", "seconds": 1.5}\n{"shard": "b", "sec{"shard": "b", "seconds": 3}\n[]\n{"seconds": 2}\n')
+    assert worker_seconds(tmp_path) == 3.5
 
 
 def test_token_counts(tmp_path: Path) -> None:

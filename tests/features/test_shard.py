@@ -13,7 +13,7 @@ import torch
 import webdataset
 
 from kvshot_ds.errors import ConfigError, KvshotError
-from kvshot_ds.features.manifest import Manifest, ShardIndex
+from kvshot_ds.features.manifest import FORMAT, Manifest, ShardIndex
 from kvshot_ds.features.shard import ShardReader, ShardSet, ShardWriter, all_finite
 from tests.features.shards import GEOMETRY, SPEC, make_sample, make_shards, write_shard
 
@@ -202,7 +202,7 @@ def test_index_and_manifest_must_agree(folder: Path) -> None:
     with pytest.raises(KvshotError, match="5 train samples, the indexes hold 2"):
         ShardSet.open(folder, "train")
     edit(ShardIndex.path(folder, "train-000000.tar"), format="kvshot-features/0")
-    with pytest.raises(ConfigError, match="format 'kvshot-features/0', this version reads 'kvshot-features/1'"):
+    with pytest.raises(ConfigError, match=f"format 'kvshot-features/0', this version reads '{FORMAT}'"):
         ShardSet.open(folder, "train")
 
 

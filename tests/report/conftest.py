@@ -143,7 +143,8 @@ def work(tmp_path: Path) -> Path:
     splits = {
         name: {"shards": [f"{name}-000000.tar"], "samples": n, "tokens": 100 * n, "rows": 80 * n, "bytes": 9} for name, n in (("train", 216), ("heldout", 24))
     }
-    write_json(folder / "features" / "manifest.json", {"format": "kvshot-features/1", "target_name": "Some-Target", "splits": splits, "seconds": 33.0})
+    write_json(folder / "features" / "manifest.json", {"format": "kvshot-features/1", "target_name": "Some-Target", "splits": splits})
+    (folder / "features" / "captures.jsonl").write_text('{"seconds": 21.5}\n{"seconds": 11.5}\n')
     write_json(folder / "prepared" / "summary.json", {"read": 250, "kept": 240, "seconds": 120.0})
     for stage, command in (("prepared", "prep"), ("features", "capture")):
         write_json(folder / stage / "provenance.json", {"command": ["kvshot", command, "base.yaml"], "versions": {"torch": "2.12.0"}, "git_commit": None})

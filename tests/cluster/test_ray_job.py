@@ -1,0 +1,130 @@
+"""cluster/ray/submit_capture.sh against a real Ray head with its dashboard, guarded by a token."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvshot_ds.config import dump_recipe
+from kvshot_ds.features.manifest import Manifest
+from tests.data_prep.captures import recipe, write_prepared
+
+ROOT = Path(__file__).resolve().parents[2]
+HOST = "127.0.0.2"  # Ray keeps this one; 127.0.0.1 it would replace by the machine's address
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server((HOST, 0)) for _ in range(count)]
+    try:
+        return [s.getsockname()[1] for s in sockets]
+    finally:
+        for s in sockets:
+            s.close()
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A Ray head. dashboard: its URL. token: what it wants to see."""
+
+    dashboard: str
+    token: str
+
+    def get(self, path: str, token: str | None = None) -> object:
+        request = urllib.request.Request(self.dashboard + path, headers={"Authorization": f"Bearer {self.token if token is None else token}"})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.load(answer)
+
+
+@pytest.fixture
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    token = os.urandom(32).hex()
+    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
+    environment.pop("RAY_ADDRESS", None)
+    folder = tmp_path_factory.mktemp("ray")
+    names = ("port", "dashboard-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port", "runtime-env-agent-port", "object-manager-port",
+             "node-manager-port", "ray-client-server-port", "metrics-export-port")  # fmt: skip
+    ports = dict(zip(names, free_ports(len(names)), strict=True))
+    flags = [f"--{name}={port}" for name, port in ports.items()]
+    # the temporary folder's name goes into the paths of sockets, which must be short
+    short = Path(f"/tmp/kvshot-ray-{os.getpid()}")
+    command = [
+        str(Path(sys.executable).with_name("ray")),
+        "start",
+        "--head",
+        "--block",
+        f"--node-ip-address={HOST}",
+        f"--dashboard-host={HOST}",
+        "--num-cpus=2",
+    ]
+    command += [*flags, "--num-cpus=2", f"--temp-dir={short}", "--object-store-memory=100000000", "--disable-usage-stats"]
+    with open(folder / "ray.log", "wb") as log:
+        head = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    found = Cluster(f"http://{HOST}:{ports['dashboard-port']}", token)
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            try:
+                found.get("/api/jobs/")
+                break
+            except (OSError, ValueError):
+                assert head.poll() is None and time.monotonic() < deadline, (folder / "ray.log").read_text()
+                time.sleep(0.5)
+        yield found
+    finally:
+        head.send_signal(signal.SIGTERM)
+        head.wait(timeout=60)
+        subprocess.run(["rm", "-rf", short], check=True)
+
+
+@pytest.mark.slow
+def test_a_capture_is_submitted_followed_and_succeeds(cluster: Cluster, tiny_target: Path, tmp_path: Path) -> None:
+    prepared = write_prepared(tmp_path / "prepared", 12, 3)
+    (tmp_path / "a recipe.yaml").write_text(dump_recipe(recipe(tiny_target, prepared, tmp_path / "features")))
+    root = tmp_path / "root"  # stands for the repository on the cluster's nodes: a .venv whose programs are these
+    root.mkdir()
+    (root / ".venv").symlink_to(Path(sys.executable).parent.parent)
+    environment = {**os.environ, "RAY_API_SERVER_ADDRESS": cluster.dashboard, "RAY_AUTH_TOKEN": cluster.token, "KVSHOT_ROOT": str(root)}
+    environment.pop("RAY_ADDRESS", None)
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    script = ROOT / "cluster" / "ray" / "submit_capture.sh"
+    done = subprocess.run(
+        [script, tmp_path / "a recipe.yaml", "capture.workers=1", "capture.tokens_per_batch=128"],
+        env=environment, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"capture: train-000000\.tar: 3 conversations, .* of 5 shards", done.stdout), done.stdout
+    assert "capture: 15 conversations" in done.stdout
+    (job,) = [j for j in cluster.get("/api/jobs/") if j["type"] == "SUBMISSION"]  # type: ignore[attr-defined]
+    assert job["status"] == "SUCCEEDED" and "kvshot capture" in job["entrypoint"]
+    assert Manifest.load(tmp_path / "features").splits["train"].samples == 12
+    tasks = {task["name"] for task in cluster.get("/api/v0/tasks?detail=0")["data"]["result"]["result"]}  # type: ignore[index]
+    assert {"train-000003.tar", "heldout-000000.tar"} <= tasks, "the dashboard shows the shards by name"
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        cluster.get("/api/jobs/", token="0" * 64)
+    assert refused.value.code in (401, 403)
+
+
+def test_the_script_says_how_it_is_used() -> None:
+    done = subprocess.run([ROOT / "cluster" / "ray" / "submit_capture.sh"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("usage: cluster/ray/submit_capture.sh RECIPE")
+
+
+def test_every_command_of_the_cluster_file_wants_the_token() -> None:
+    cluster = yaml.safe_load((ROOT / "cluster" / "ray" / "cluster.yaml").read_text())
+    for key in ("head_start_ray_commands", "worker_start_ray_commands"):
+        assert cluster[key] and all("RAY_AUTH_MODE=token ray start" in command for command in cluster[key])
+    assert "~/.ray/auth_token" in cluster["file_mounts"]

@@ -1,0 +1,110 @@
+"""cluster/slurm/capture.sbatch: what it starts, with everything around it played; and under a real Slurm of two nodes where one is installed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvshot_ds.config import dump_recipe
+from kvshot_ds.features.manifest import Manifest
+from tests.data_prep.captures import recipe, write_prepared
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "cluster" / "slurm" / "capture.sbatch"
+
+# Each player notes its name, the job's token and its arguments; srun then runs what it was given, without its own options.
+PLAYER = """#!/usr/bin/env bash
+printf '%s|%s|%s|%s\\n' "$(basename "$0")" "${RAY_AUTH_TOKEN:-}" "${RAY_AUTH_MODE:-}" "$*" >> "$NOTES"
+"""
+SRUN = """while [ "${1#--}" != "$1" ]; do shift; done
+"$@"
+"""
+
+
+def play(folder: Path, nodes: int, *arguments: str, **variables: str) -> list[list[str]]:
+    """Runs the script among players; what they noted."""
+    bin_folder = folder / ".venv" / "bin"
+    bin_folder.mkdir(parents=True)
+    roles = {"srun": SRUN, "scontrol": "seq -f node%.0f 3", "hostname": "echo 10.0.0.7 fe80::1", "python": "cat > /dev/null", "ray": "", "kvshot": "sleep 0.3"}
+    for name, does in roles.items():
+        (bin_folder / name).write_text(PLAYER + does + "\n")
+        (bin_folder / name).chmod(0o755)
+    environment = {**os.environ, "NOTES": str(folder / "notes"), "SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_NODELIST": "node[1-3]", "SLURM_JOB_ID": "42"}
+    environment |= {"SLURM_JOB_NAME": "capture", "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_CPUS_ON_NODE": "8", **variables}
+    done = subprocess.run(["bash", SCRIPT, *arguments], env=environment, cwd=folder, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr
+    return [line.split("|") for line in (folder / "notes").read_text().splitlines()]
+
+
+def test_ray_runs_on_every_node_behind_a_token_and_the_capture_on_the_first(tmp_path: Path) -> None:
+    notes = play(tmp_path, 3, "my recipe.yaml", "capture.workers=16")
+    heads = [n for n in notes if n[0] == "ray" and "--head" in n[3]]
+    others = [n for n in notes if n[0] == "ray" and "--head" not in n[3]]
+    assert len(heads) == 1 and others
+    assert "--node-ip-address=10.0.0.7" in heads[0][3] and "--block" in heads[0][3] and "--num-cpus=8" in heads[0][3]
+    port = re.search(r"--port=(\d+)", heads[0][3])
+    assert port and all(f"--address=10.0.0.7:{port[1]}" in n[3] for n in others)
+    steps = [n[3] for n in notes if n[0] == "srun" and " ray start" in n[3]]
+    assert any("--nodes=1 --ntasks=1 --nodelist=node1" in s for s in steps) and any("--nodes=2 --ntasks=2 --exclude=node1" in s for s in steps)
+    (capture,) = [n for n in notes if n[0] == "kvshot"]
+    assert capture[3] == "capture my recipe.yaml capture.workers=16"
+    tokens = {n[1] for n in (*heads, *others, capture)}
+    assert len(tokens) == 1 and re.fullmatch(r"[0-9a-f]{64}", tokens.pop()) and {n[2] for n in (*heads, *others, capture)} == {"token"}
+
+
+def test_one_node_has_no_others_and_the_stage_may_be_another(tmp_path: Path) -> None:
+    notes = play(tmp_path, 1, "recipe.yaml", STAGE="prep")
+    assert [n[3] for n in notes if n[0] == "kvshot"] == ["prep recipe.yaml"]
+    assert sum(n[0] == "ray" for n in notes) == 1
+
+
+def test_the_script_says_how_it_is_used() -> None:
+    done = subprocess.run(["bash", SCRIPT], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("usage: sbatch cluster/slurm/capture.sbatch RECIPE")
+
+
+@pytest.fixture
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of a Slurm cluster with two nodes on this machine."""
+    lacking = [program for program in ("munged", "slurmctld", "slurmd", "sbatch", "sinfo") if not shutil.which(program)]
+    if lacking or os.geteuid():
+        pytest.skip(f"Slurm is not installed here ({', '.join(lacking)} not found)" if lacking else "a Slurm of our own needs root")
+    folder = Path(f"/tmp/kvshot-slurm-{os.getpid()}")
+    folder.mkdir()
+    held = subprocess.Popen([ROOT / "tests" / "cluster" / "slurm.sh", folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert held.stdin and held.stdout
+    try:
+        ready = held.stdout.readline().strip()
+        assert ready == "ready", "\n".join(f"{p.name}: {p.read_text(errors='replace')[-1500:]}" for p in (folder / "log").iterdir())
+        yield {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+    finally:
+        held.stdin.close()
+        held.wait(timeout=60)
+        shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+def test_under_slurm_two_nodes_capture_together(slurm: dict[str, str], tiny_target: Path, tmp_path: Path) -> None:
+    prepared = write_prepared(tmp_path / "prepared", 24, 3)
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe(tiny_target, prepared, tmp_path / "features")))
+    (tmp_path / ".venv").symlink_to(Path(sys.executable).parent.parent)
+    command = ["sbatch", "--wait", "--nodes=2", "--ntasks-per-node=1", "--time=5", str(SCRIPT), "recipe.yaml", "capture.workers=2"]
+    job = subprocess.Popen(command, cwd=tmp_path, env={**slurm, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        said = job.communicate(timeout=240)[0]
+    except subprocess.TimeoutExpired:
+        subprocess.run(["scancel", "--user=root"], env=slurm, check=False)
+        job.send_signal(signal.SIGTERM)
+        raise
+    logs = "\n".join(path.read_text(errors="replace") for path in sorted(tmp_path.glob("*.log")))
+    assert job.returncode == 0, said + logs
+    assert "Ray runs on 2 node(s)" in logs and "capture: 27 conversations" in logs, logs
+    assert Manifest.load(tmp_path / "features").splits["train"].samples == 24
