@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -28,6 +29,8 @@ STAGES = {
 }
 COMMON = "Options of the recipe as a whole (name, work, target.path, ...): kvshot config options"
 RANKS = "For several ranks: deepspeed --num_accelerators N --module kvshot_ds.cli train RECIPE [section.field=value ...]"
+
+SHOW = "To look at what it made, token by token: kvshot prep show RECIPE [ID | LINE]"
 
 
 class OrderedGroup(click.Group):
@@ -85,7 +88,42 @@ def _stage(name: str, module: str, text: str) -> click.Command:
         resolved = load_recipe(recipe, split_overrides(overrides))
         importlib.import_module(module).run(resolved)
 
-    return _with_recipe(StageCommand(name, help=text, callback=run, epilog=f"{COMMON}\n\n{RANKS}" if name == "train" else COMMON))
+    more = {"train": RANKS, "prep": SHOW}.get(name)
+    kind = PrepCommand if name == "prep" else StageCommand
+    return _with_recipe(kind(name, help=text, callback=run, epilog=f"{COMMON}\n\n{more}" if more else COMMON))
+
+
+class PrepCommand(StageCommand):
+    """`kvshot prep RECIPE`, and `kvshot prep show RECIPE`, which looks at what the former made."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any) -> click.Context:
+        if args[:1] == ["show"]:
+            return _prep_show.make_context(f"{info_name} show", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+@click.command("show", context_settings={"ignore_unknown_options": True})
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[ID | LINE] [section.field=value ...]")
+@click.option("--split", type=click.Choice(["train", "heldout"]), default="train", show_default=True, help="prepared file to read")
+@click.option("--line", type=click.IntRange(min=1), help="the conversation on this line of it")
+@click.option("--id", help="the conversation whose id begins so")
+@click.option("--source", help="conversations from this source, as FILE or FILE:LINE")
+@click.option("--count", type=click.IntRange(min=1), default=3, show_default=True, help="show at most so many")
+def _prep_show(
+    recipe: Path, words: tuple[str, ...], split: Literal["train", "heldout"], line: int | None, id: str | None, source: str | None, count: int
+) -> None:
+    """Print prepared conversations token by token: what is supervised, in which turn, what was cut. Before kvshot prep has run, the first
+    records of the recipe's sources are shown instead."""
+    from kvshot_ds.config import load_recipe
+
+    overrides = tuple(word for word in words if "=" in word)
+    for word in words:
+        if word not in overrides:
+            # an id has 32 characters, so few digits are a line
+            line, id = (int(word), id) if word.isdigit() and len(word) < 9 else (line, word)
+    show = importlib.import_module("data_prep.show")
+    show.run(load_recipe(recipe, split_overrides(overrides)), show.Selection(split, line, id, source, count))
 
 
 def _with_recipe(command: click.Command, required: bool = True) -> click.Command:
@@ -168,6 +206,110 @@ def _import(source: Path, out: Path, target_folder: Path) -> None:
     """Turn a published EAGLE-3 or DFlash drafter in the folder SOURCE into a drafter folder OUT that eval, decode and init.warm_start read."""
     report = importlib.import_module("kvshot_ds.drafters.public").import_drafter(source, target_folder, out)
     click.echo("\n".join(report.lines()))
+
+
+@cli.group(cls=OrderedGroup)
+def data() -> None:
+    """Look into folders of feature shards, check and repair them, join them or take a part. FOLDER may be a URL, s3://bucket/folder."""
+
+
+_JSON = click.option("--json", "as_json", is_flag=True, help="print JSON")
+
+
+@data.command("inspect")
+@click.argument("folder")
+@_JSON
+def _inspect(folder: str, as_json: bool) -> None:
+    """Tell what FOLDER holds: provenance, target, features, splits, lengths, sizes, and what was left out. Reads no tar."""
+    found = importlib.import_module("kvshot_ds.features.inspect").inspect(folder)
+    click.echo(json.dumps(found.to_json(), indent=1) if as_json else "\n".join(found.lines()))
+
+
+@data.command("verify")
+@click.argument("folder")
+@click.option("--jobs", type=click.IntRange(min=1), default=4, show_default=True, help="shards read at a time")
+@_JSON
+def _verify(folder: str, jobs: int, as_json: bool) -> int:
+    """Read every byte of FOLDER and name every bad file and sample. Exit status 1 if there is any."""
+    found = importlib.import_module("kvshot_ds.features.verify").verify_with_progress(folder, jobs)
+    click.echo(json.dumps(found.to_json(), indent=1) if as_json else "\n".join(found.lines()))
+    return 1 if found.faults else 0
+
+
+def _repair(recipe: Path, overrides: tuple[str, ...]) -> None:
+    """Capture the bad or missing shards of a recipe again, and only those; damaged files are moved into damaged/, never deleted."""
+    from kvshot_ds.config import load_recipe
+
+    importlib.import_module("data_prep.repair").run(load_recipe(recipe, split_overrides(overrides)))
+
+
+data.add_command(_with_recipe(click.Command("repair", help=_repair.__doc__, callback=_repair)))
+
+
+@data.command("merge")
+@click.argument("folders", nargs=-1, required=True)
+@click.argument("out")
+@click.option("--drop-duplicates", is_flag=True, help="of a conversation that stands in two folders, leave the later one out")
+def _merge(folders: tuple[str, ...], out: str, drop_duplicates: bool) -> None:
+    """Join FOLDERS of one target, captured alike, into the new data set OUT; their shards are linked, or copied where that is not possible."""
+    made = importlib.import_module("kvshot_ds.features.dataset").merge(folders, out, drop_duplicates)
+    click.echo("\n".join(made.lines()))
+
+
+@data.command("subset")
+@click.argument("folder")
+@click.argument("out")
+@click.option("--conversations", type=click.IntRange(min=1), help="the so many lowest of the train split by key: a smaller set lies within a larger one")
+@click.option("--hidden-layers", help="keep hidden states of these layers alone: 1,5 or none")
+@click.option("--kv-layers", help="keep keys and values of these layers alone")
+@click.option("--query-layers", help="keep queries of these layers alone")
+@click.option("--no-teacher", is_flag=True, help="leave the teacher out")
+def _subset(
+    folder: str, out: str, conversations: int | None, hidden_layers: str | None, kv_layers: str | None, query_layers: str | None, no_teacher: bool
+) -> None:
+    """Take a part of FOLDER as the new data set OUT: fewer train conversations, fewer layers. What is held out stays whole."""
+    layers = {"hidden_layers": hidden_layers, "kv_layers": kv_layers, "query_layers": query_layers}
+    chosen = {name: _numbers(name, text) for name, text in layers.items() if text is not None}
+    if not (conversations or chosen or no_teacher):
+        raise ConfigError("kvshot data subset: nothing to leave out; give --conversations, --hidden-layers, --kv-layers, --query-layers or --no-teacher")
+    dataset = importlib.import_module("kvshot_ds.features.dataset")
+    made = dataset.subset(folder, out, conversations or 0, dataset.FewerFeatures(no_teacher=no_teacher, **chosen))
+    click.echo("\n".join(made.lines()))
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        return () if text == "none" else tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        raise ConfigError(f"--{option.replace('_', '-')}={text}: expected layer numbers such as 1,5, or none") from None
+
+
+@cli.group()
+def plan() -> None:
+    """Tell what a stage will take before it is run."""
+
+
+@click.option("--target-shape", help="a known target in place of target.path: smollm2-135m, qwen3-8b or llama3.1-8b")
+@click.option("--conversations", type=click.IntRange(min=1), help="of so many conversations, in place of the prepared ones")
+@click.option("--tokens-per-conversation", type=click.IntRange(min=2), default=1000, show_default=True, help="their length, with --conversations")
+@click.option("--supervised", type=click.FloatRange(0, 1), default=0.6, show_default=True, help="share of their tokens in answers, with --conversations")
+def _plan_capture(
+    recipe: Path, overrides: tuple[str, ...], target_shape: str | None, conversations: int | None, tokens_per_conversation: int, supervised: float
+) -> None:
+    """Print the bytes on disk that kvshot capture RECIPE will take: exactly, for what is prepared, or for so many conversations. Needs no weights."""
+    from kvshot_ds.config import load_recipe
+    from kvshot_ds.describe import target_of
+    from kvshot_ds.features.plan import Guess, lines
+
+    resolved = load_recipe(recipe, split_overrides(overrides))
+    name, geometry = target_of(resolved, target_shape)
+    guess = Guess(conversations, tokens_per_conversation, supervised) if conversations else None
+    click.echo("\n".join(lines(resolved, name, geometry, guess)))
+
+
+_PLAN_CAPTURE = _with_recipe(click.command("capture")(_plan_capture))
+plan.add_command(_PLAN_CAPTURE)
+data.add_command(_PLAN_CAPTURE, "plan")
 
 
 def _complain(text: str) -> None:

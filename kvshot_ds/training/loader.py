@@ -3,18 +3,23 @@ a resumed run goes on at its step. Every conversation is seen exactly once per e
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
+from threading import Barrier
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
 
 from kvshot_ds.config import ObjectiveConfig
 from kvshot_ds.errors import ConfigError
 from kvshot_ds.features.batch import Batch, collate
+from kvshot_ds.features.dataset import lowest
 from kvshot_ds.features.shard import ShardSet
 from kvshot_ds.objectives.alignment import RowPlan, plan_rows
+
+_AHEAD = 4  # steps that a thread reads ahead
 
 
 @dataclass(frozen=True)
@@ -34,17 +39,32 @@ class StepPlan:
     slots: tuple[tuple[tuple[int, ...], ...], ...]
 
 
-class Schedule:
-    """The optimizer steps of a run. samples: (tokens, supervised rows) of the train split; those without rows are left out."""
+def chosen(keys: Sequence[str], most: int) -> list[int]:
+    """Numbers of the samples that `train.max_conversations`=most means. Raises ConfigError if there are fewer.
 
-    def __init__(self, sizes: list[tuple[int, int]], per_step: int, per_micro: int, world: int, epochs: int, max_steps: int, seed: int):
+    Those with the lowest keys, as `kvshot data subset` takes them: keys are hashes, and a captured folder lies in their order, a merged one need not.
+    """
+    if most > len(keys):
+        raise ConfigError(f"train.max_conversations={most}, but the train split holds {len(keys)} conversations; 0 takes all of them")
+    return lowest(keys, most or len(keys))
+
+
+class Schedule:
+    """The optimizer steps of a run. sizes: (tokens, supervised rows) of the train split. among: numbers of the samples trained on (None: all);
+    those without rows are left out."""
+
+    def __init__(
+        self, sizes: list[tuple[int, int]], per_step: int, per_micro: int, world: int, epochs: int, max_steps: int, seed: int,
+        among: Collection[int] | None = None,
+    ):  # fmt: skip
         if per_step % (per_micro * world):
             raise ConfigError(
                 f"train.conversations_per_step={per_step} cannot be split evenly: it must be a multiple of "
                 f"train.conversations_per_micro_batch={per_micro} x {world} rank(s)"
             )
         self.sizes, self.per_step, self.world, self.per_micro, self.seed = sizes, per_step, world, per_micro, seed
-        self.usable = np.array([i for i, (_, rows) in enumerate(sizes) if rows], dtype=np.int64)
+        self.among = range(len(sizes)) if among is None else among
+        self.usable = np.array([i for i in self.among if sizes[i][1]], dtype=np.int64)
         if not len(self.usable):
             raise ConfigError("the train split holds no supervised rows: nothing to train on")
         self.steps_per_epoch = -(-len(self.usable) // per_step)
@@ -69,20 +89,14 @@ class Schedule:
         return StepPlan(tuple(tuple(tuple(slots[m * self.world + rank]) for m in range(self.accumulation)) for rank in range(self.world)))
 
 
-class _Steps(Dataset[list[MicroBatch]]):
-    """Map-style: item n is the list of micro-batches of optimizer step first + n for one rank."""
+class _Steps:
+    """Item n is the list of micro-batches of optimizer step n for one rank."""
 
-    def __init__(self, shards: ShardSet, keys: Collection[str], schedule: Schedule, rank: int, objective: ObjectiveConfig, first: int):
+    def __init__(self, shards: ShardSet, keys: Collection[str], schedule: Schedule, rank: int, objective: ObjectiveConfig, pin: bool):
         self.shards, self.keys, self.schedule, self.rank = shards, keys, schedule, rank
-        self.objective, self.first = objective, first
+        self.objective, self.pin = objective, pin
 
-    def __len__(self) -> int:
-        return self.schedule.steps - self.first
-
-    def __getitem__(self, n: int) -> list[MicroBatch]:
-        number = self.first + n
-        if number >= self.schedule.steps:
-            raise IndexError(number)
+    def __getitem__(self, number: int) -> list[MicroBatch]:
         plan = self.schedule.step(number)
         stand_in = next(slot for rank in plan.slots for slot in rank if slot)
         out = []
@@ -90,24 +104,50 @@ class _Steps(Dataset[list[MicroBatch]]):
         for slot in plan.slots[self.rank]:
             batch = collate([self.shards.read(i, self.keys) for i in slot or stand_in[:1]])
             o = self.objective
-            out.append(MicroBatch(batch, plan_rows(batch, o.steps, o.row_fraction, seed, o.anchors, o.drift == "offline"), bool(slot)))
+            rows = plan_rows(batch, o.steps, o.row_fraction, seed, o.anchors, o.drift == "offline")
+            out.append(MicroBatch(_pinned(batch), _pinned(rows), bool(slot)) if self.pin else MicroBatch(batch, rows, bool(slot)))
         return out
 
 
 def step_batches(
     shards: ShardSet, keys: Collection[str], schedule: Schedule, rank: int, objective: ObjectiveConfig, first: int, workers: int, pin: bool
 ) -> Iterator[list[MicroBatch]]:
-    """Micro-batches of this rank for the optimizer steps first, first + 1, …; read ahead by `workers` processes (0: in this one)."""
-    data = _Steps(shards, keys, schedule, rank, objective, first)
-    loader = DataLoader(
-        data, batch_size=None, shuffle=False, num_workers=workers, prefetch_factor=4 if workers else None, pin_memory=False, worker_init_fn=_one_thread,
-        multiprocessing_context="forkserver" if workers else None,
-    )  # fmt: skip
-    for step in loader:
-        yield [MicroBatch(_pinned(m.batch), _pinned(m.plan), m.counted) for m in step] if pin else step
+    """Micro-batches of this rank for the optimizer steps first, first + 1, …; read ahead by `workers` threads (0: as they are asked for).
+
+    Threads, not processes: reading, the search for NaN, decoding and joining leave the interpreter free, and a process would have to hand
+    over a copy of every tensor, which costs more than all of them together.
+    """
+    data = _Steps(shards, keys, schedule, rank, objective, pin)
+    if not workers:
+        yield from (data[number] for number in range(first, schedule.steps))
+        return
+    pool = _one_thread_each(workers)
+    try:
+        ahead: deque[Future[list[MicroBatch]]] = deque()
+        for number in range(first, schedule.steps):
+            ahead.append(pool.submit(data.__getitem__, number))
+            if len(ahead) > _AHEAD * workers:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _one_thread(_: int) -> None:
+def _one_thread_each(workers: int) -> ThreadPoolExecutor:
+    """`workers` running threads in each of which torch computes with one thread, as it does nowhere else."""
+    before = torch.get_num_threads()
+    running = Barrier(workers + 1)
+    pool = ThreadPoolExecutor(workers, "kvshot-loader", _one_thread)
+    for _ in range(workers):
+        pool.submit(running.wait)
+    running.wait()
+    torch.set_num_threads(before)  # a part of what it sets is of the whole process
+    return pool
+
+
+def _one_thread() -> None:
+    torch.get_num_threads()  # a thread that has not asked yet would take over the process's number later
     torch.set_num_threads(1)
 
 

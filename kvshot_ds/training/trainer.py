@@ -22,13 +22,13 @@ from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.features.manifest import load_token_counts, require
 from kvshot_ds.features.shard import ShardSet
 from kvshot_ds.files import read_json, write_json
-from kvshot_ds.objectives.objective import Objective, required_features
+from kvshot_ds.objectives.objective import Objective, objective_for, required_features
 from kvshot_ds.provenance import digest, stamp
 from kvshot_ds.target import load_geometry, load_parts, weights_digest
 from kvshot_ds.training import checkpoint
 from kvshot_ds.training.checkpoint import Progress
 from kvshot_ds.training.engine import World, connect, make_engine, precision
-from kvshot_ds.training.loader import MicroBatch, Schedule, step_batches
+from kvshot_ds.training.loader import MicroBatch, Schedule, chosen, step_batches
 from kvshot_ds.training.watch import Board, Meter, gates, training_scalars
 
 _LOWER = "try a lower train.optim.lr, under another name"
@@ -117,7 +117,10 @@ def prepare(recipe: Recipe, world: World) -> Setup:
     if config.verify_shards and world.rank == 0:
         shards.check_bytes()
     sizes = [(s.tokens, s.rows) for s in shards.samples]
-    schedule = Schedule(sizes, config.conversations_per_step, config.conversations_per_micro_batch, world.size, config.epochs, config.max_steps, config.seed)
+    schedule = Schedule(
+        sizes, config.conversations_per_step, config.conversations_per_micro_batch, world.size, config.epochs, config.max_steps, config.seed,
+        chosen([sample.key for sample in shards.samples], config.max_conversations),
+    )  # fmt: skip
 
     counts = load_token_counts(recipe.shards_dir, geometry.vocab_size)
     parts = load_parts(recipe.target.path, world.device, dtype)
@@ -129,7 +132,7 @@ def prepare(recipe: Recipe, world: World) -> Setup:
     warm = warm_start(drafter, config.init.warm_start, config.init.tensors, target_digest) if config.init.warm_start and fresh else None
     drafter.bind(parts.embedding, parts.head)
     equip(drafter.to(dtype), config, ds_config, schedule.steps)
-    objective = Objective(drafter, config.objective, parts.head)
+    objective = objective_for(drafter, config.objective, shards.manifest.spec, parts)
     engine = make_engine(objective, config, ds_config, world, schedule.accumulation, schedule.steps)
     if world.rank == 0 and fresh:
         warm_digest = warm.digest if warm else ""
@@ -161,7 +164,7 @@ def run_steps(s: Setup, before: Progress) -> Progress:
     """The optimizer steps that are left. Returns the progress of the whole run."""
     config, world, folder = s.recipe.train, s.world, s.recipe.run_dir
     batches = step_batches(
-        s.shards, ("tokens", "turn", *s.objective.required_features().keys()), s.schedule, world.rank, config.objective,
+        s.shards, ("tokens", "turn", *s.shards.manifest.spec.serving(s.objective.required_features())), s.schedule, world.rank, config.objective,
         before.step, config.data_workers, pin=world.device.type == "cuda",
     )  # fmt: skip
     clock = Clock(before, world.device)
@@ -335,5 +338,5 @@ def _announce(s: Setup, first: int) -> None:
         print(f"{s.recipe.name}: continuing after step {first} of {s.schedule.steps}")
     print(
         f"{s.recipe.name}: {s.schedule.steps} steps of {s.schedule.per_step} conversations on {s.world.size} rank(s), "
-        f"{len(s.schedule.usable)} of {len(s.shards)} conversations have supervised rows, draft vocabulary covers {s.coverage:.1%} of the labels"
+        f"{len(s.schedule.usable)} of {len(s.schedule.among)} conversations have supervised rows, draft vocabulary covers {s.coverage:.1%} of the labels"
     )

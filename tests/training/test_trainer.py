@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from kvshot_ds.errors import ConfigError, KvshotError
+from kvshot_ds.features.shard import ShardSet
 from kvshot_ds.files import read_json
 from kvshot_ds.training.launch import run
-from tests.training.runs import assert_close, assert_same, board, launch, weights
+from tests.training.runs import assert_close, assert_same, before_each_step, board, launch, weights
 
 
 @pytest.mark.parametrize("family", ["hidden_only", "kv_only", "hybrid"])
@@ -81,6 +82,17 @@ def test_a_run_folder_of_another_configuration_is_not_touched(recipe):
     run(recipe(max_steps=1))
     with pytest.raises(ConfigError, match="another configuration"):
         run(recipe(max_steps=2))
+
+
+def test_a_run_on_fewer_conversations_sees_no_others_and_keeps_to_them(recipe, capsys):
+    keys = [s.key for s in ShardSet.open(recipe().shards_dir, "train").samples]
+    seen = set()
+    with pytest.MonkeyPatch.context() as patch:
+        before_each_step(patch, lambda _s, micro, _n: seen.update(key for m in micro for key in m.batch.keys))
+        run(recipe("few", max_conversations=9, epochs=2))
+    assert seen == set(sorted(keys)[:9]) and "9 of 9 conversations" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"train\.max_conversations: there 9, now 10"):
+        run(recipe("few", max_conversations=10, epochs=2))
 
 
 def test_features_of_another_target_are_refused(recipe, tmp_path):
