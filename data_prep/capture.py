@@ -173,6 +173,10 @@ def _parse(raw: bytes, unit: Unit, line: int, vocab_size: int, max_positions: in
     if min(turn) < 0 or max(turn) > len(turn):
         raise ValueError("turn numbers out of range")
     meta: dict[str, Any] = {"id": record.get("id"), "source": record.get("source"), "file": unit.file.name, "line": line}
+    try:
+        json.dumps(meta, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, as json may hold it
+        raise ValueError("its id or source is no text that UTF-8 can hold") from None
     key = meta["id"] if isinstance(meta["id"], str) and KEY.fullmatch(meta["id"]) else f"{unit.split}-{line:08d}"
     return Prepared(key, line, tokens, np.asarray(turn, dtype=np.int32), meta)
 

@@ -20,8 +20,9 @@ from kvshot_ds.config import CaptureConfig, Recipe
 from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.features.manifest import SPLITS, Manifest, ShardIndex, Split, SplitCounts, save_token_counts
 from kvshot_ds.features.plan import sample_kinds
-from kvshot_ds.features.shard import ShardReader
-from kvshot_ds.features.spec import FeatureSpec, teacher_rows
+from kvshot_ds.features.shard import ShardReader, count_labels
+from kvshot_ds.features.spec import FeatureSpec
+from kvshot_ds.features.verify import manifest_facts
 from kvshot_ds.files import IN_FLIGHT, AnyPath, absolute, disk_full, exists, names, remove, size, write_atomic
 from kvshot_ds.geometry import Geometry
 from kvshot_ds.provenance import stamp
@@ -86,7 +87,8 @@ def _complete(recipe: Recipe, plan: Plan, began: float) -> CaptureSummary:
         return _summary(plan, len(plan.units), Progress(plan, todo), time.perf_counter() - began)
     if complete:
         remove(Manifest.path(plan.folder))
-    stamp(plan.folder, recipe, configuration=plan.configuration)
+    name = Path(recipe.target.path).resolve().name
+    stamp(plan.folder, recipe, configuration=plan.configuration, manifest=manifest_facts(name, plan.geometry))
     progress = capture_units(recipe, plan, todo)
     clear_leftovers(plan.folder)
     finish(recipe, plan)
@@ -206,16 +208,6 @@ def finish(recipe: Recipe, plan: Plan) -> None:
         splits={split: SplitCounts.of([index for name, index in indexes if name == split]) for split in SPLITS},
         rejected=len(rejected),
     ).save(plan.folder)
-
-
-def count_labels(reader: ShardReader) -> torch.Tensor:
-    """How often each token is a label x_{j+1} of a teacher row j in one shard, [V] int64."""
-    counts = torch.zeros(reader.geometry.vocab_size, dtype=torch.int64)
-    for number in range(len(reader.index.samples)):
-        sample = reader.read(number, ("tokens", "turn"))
-        labels = sample["tokens"][torch.from_numpy(teacher_rows(sample["turn"].numpy())) + 1]
-        counts += torch.bincount(labels, minlength=len(counts))
-    return counts
 
 
 def _summary(plan: Plan, reused: int, progress: Progress, seconds: float) -> CaptureSummary:

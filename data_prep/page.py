@@ -21,6 +21,7 @@ _VOID = _tags("br hr img wbr")
 _UNSEEN = _tags("button svg path line polyline polygon rect circle g")
 _KNOWN = _PARAGRAPHS | _LINES | _INLINE | _VOID | _UNSEEN
 _TEXTUAL = _tags("p h1 h2 h3 h4 h5 h6 li table pre blockquote br dd")  # a page has one of them
+_DEEPEST = 200  # tags within each other; each costs a look at all of them, each list item as many blanks
 _HANDLERS = re.compile(r"on[a-z]|v-|ng-|[:@#*\[(]")
 _MARKS = re.compile(r"\{\{|\{%|<%|\$\{")
 _INDENTED = re.compile(r"\n[ \t]+")
@@ -67,6 +68,8 @@ class _Page(HTMLParser):
         self.textual = self.textual or tag in _TEXTUAL
         if tag not in _VOID:
             self.stack.append(tag)
+        if len(self.stack) > _DEEPEST:
+            raise _NoPage
         if "pre" in self.stack:
             if tag == "pre":
                 self._owe(2)

@@ -221,24 +221,36 @@ def _answer(pool: Answers, options: PrepConfig, spool: Spool) -> int:
     """
     kept, _ = spool.sizes()
     done, accounts = spool.done("answers"), Accounts(input=kept)
-    tokens, began = 0, time.perf_counter()
+    tokens, began, refused = 0, time.perf_counter(), ""
+    failing: set[int] = set()  # units with conversations that a server would not answer
     with _bar("answers", kept) as bar:
 
         def missing() -> Iterator[Unit]:
             for unit in units_of(spool.longest_first(), spool.counts("unit size")):
                 if unit.index in done:
-                    accounts.add((Answered(**row) for row in spool.answers_of(unit.conversations)), before=True)
+                    before = [Answered(**row) for row in spool.answers_of(unit.conversations)]
+                    accounts.add(before, before=True)
+                    failing.update({unit.index} if any(one.failed for one in before) else ())
                     bar.update(len(unit.conversations))
                 else:
                     yield unit
 
-        for unit, answered in pool.map(missing()):
-            spool.store_answers(unit.index, [asdict(one) for one in answered])
-            accounts.add(answered)
-            tokens += sum(len(answer) for one in answered for answer in one.answers)
-            bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):.0f} tokens/s", refresh=False)
-            bar.update(len(unit.conversations))
-    accounts.check()
+        try:
+            for unit, answered in pool.map(missing()):
+                spool.store_answers(unit.index, [asdict(one) for one in answered])
+                accounts.add(answered)
+                if failed := [one.reason for one in answered if one.failed]:
+                    failing.add(unit.index)
+                    refused = failed[-1]
+                tokens += sum(len(answer) for one in answered for answer in one.answers)
+                bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):.0f} tokens/s", refresh=False)
+                bar.update(len(unit.conversations))
+            accounts.check()
+            if kept and accounts.failed == kept:
+                raise KvshotError(f"none of {kept} conversations was answered ({refused}); look after the server, then run the command again")
+        except KvshotError:
+            spool.forget_units("answers", failing)  # the server was going: some failed for that while others were still answered
+            raise
     return accounts.failed
 
 
@@ -306,7 +318,7 @@ def _reasons(spool: Spool) -> dict[str, int]:
     """Kinds of reasons in quarantine, the most frequent first; numbers and quoted words, in which they differ, left out."""
 
     def kind(reason: str) -> str:
-        return re.sub(r"\d+", "N", re.sub(r"'[^']*'", "'…'", re.sub(r"^entry \d+: ", "", reason)))
+        return re.sub(r"(?<!UTF-)\d+", "N", re.sub(r"'[^']*'", "'…'", re.sub(r"^entry \d+: ", "", reason)))
 
     return dict(Counter(kind(row["reason"]) for row in spool.quarantined()).most_common())
 

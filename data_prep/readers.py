@@ -10,6 +10,7 @@ import gzip
 import io
 import json
 import lzma
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ LIMIT = 64 << 20  # longest record [characters]; a longer one is damage, such as
 _BLOCK = 1 << 18
 _PACKED = {".gz": b"\x1f\x8b", ".xz": b"\xfd7zXZ\x00", ".zst": b"\x28\xb5\x2f\xfd", ".bz2": b"BZh"}
 _LINES = (".jsonl", ".ndjson")
+_JSON = re.compile(r'\{\s*("|$)|\[\s*([{\[]|$)')  # how a file of records begins, unlike "[INST] ..." in one of prompts
 # what reading damaged bytes raises: gzip and pyarrow OSError (ArrowInvalid is a ValueError), the others their own
 _DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, MemoryError)
 
@@ -72,7 +74,9 @@ def records(source: SourceConfig, passed: Callable[[int], object] = _unheard) ->
     if suffix == ".parquet" or magic.startswith(b"PAR1"):
         return _parquet(path, passed)
     first = _first_line(path, packed)
-    structured = suffix in (".json", *_LINES) or source.format in ("sharegpt", "ultrachat", "messages") or (source.format == "auto" and first[:1] in ("{", "["))
+    structured = (
+        suffix in (".json", *_LINES) or source.format in ("sharegpt", "ultrachat", "messages") or (source.format == "auto" and _JSON.match(first) is not None)
+    )
     if not structured:
         return _lines(path, packed, passed, parse=False)
     if suffix not in _LINES and (first.startswith("[") or first.strip() == "{"):

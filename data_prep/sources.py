@@ -130,7 +130,9 @@ def evaluation_prompts(path: Path) -> Iterator[str]:
         try:
             if record.error:
                 raise BadRecord(record.error)
-            found = next((value[key] for key in ("turns", "question", "prompt") if isinstance(value, dict) and value.get(key)), None)
+            # a whole conversation says more than its first prompt
+            talk = isinstance(value, dict) and any(isinstance(value.get(key), list | dict) for key in ("conversations", "messages"))
+            found = next((value[key] for key in ("turns", "question", "prompt") if not talk and isinstance(value, dict) and value.get(key)), None)
             if isinstance(found, str):
                 yield found
             elif isinstance(found, list) and all(isinstance(turn, str) for turn in found):

@@ -247,6 +247,11 @@ class Spool:
             self._db.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?)", [(row["id"], json.dumps(row, ensure_ascii=True)) for row in rows])
             self.store_unit("answers", number, None)
 
+    def forget_units(self, kind: str, numbers: Iterable[int]) -> None:
+        """So that they are done again."""
+        with self.together():
+            self._db.executemany("DELETE FROM units WHERE kind=? AND number=?", [(kind, number) for number in numbers])
+
     def done(self, kind: str) -> set[int]:
         return {number for (number,) in self._db.execute("SELECT number FROM units WHERE kind=?", (kind,))}
 

@@ -24,9 +24,10 @@ class PrepSummary:
 
     duplicates: exact ones. dropped: by rule. beyond: more than max_conversations or the mixture asks for. over_long: of the
     quarantined, those without an answer within max_length. failed: of the quarantined, those that an endpoint would not answer.
-    mended: conversations changed, by rule (of those that came through). unusable_prompts: written by the target and thrown away
-    before they counted, by reason. cut: conversations cut at max_length. turns_left_out: assistant turns that the chat template
-    rewrites, which teach nothing. generated: tokens the target wrote as answers. seconds: of this run.
+    mended: conversations changed, by rule (of those that came through cleaning, later duplicates included). unusable_prompts:
+    written by the target and thrown away before they counted, by reason. cut: conversations cut at max_length. turns_left_out:
+    assistant turns that the chat template rewrites, which teach nothing. generated: tokens the target wrote as answers.
+    seconds: of this run.
     """
 
     records: int
@@ -65,12 +66,12 @@ class PrepSummary:
 
 def report(found: PrepSummary, folder: Path) -> PrepSummary:
     """Prints the summary as a table and returns it."""
-    rows: list[tuple[str, int | str, str]] = [("records read", found.records, "")]
+    changes = ", ".join(f"{count:,} by {rule}" for rule, count in found.mended.items())
+    rows: list[tuple[str, int | str, str]] = [("records read", found.records, f"mended: {changes}" if changes else "")]
     if found.synthesised or found.unusable_prompts:
         thrown = ", ".join(f"{count:,} {reason}" for reason, count in found.unusable_prompts.items())
         rows.append(("prompts written by the target", found.synthesised, f"thrown away: {thrown}" if thrown else ""))
-    changes = ", ".join(f"{count:,} by {rule}" for rule, count in found.mended.items())
-    rows += [("kept", found.kept, f"mended: {changes}" if changes else "")]
+    rows += [("kept", found.kept, "")]
     rows += [(f"dropped: {rule}", count, "") for rule, count in {"exact_duplicates": found.duplicates, **found.dropped}.items() if count]
     rows += [("beyond max_conversations or the mixture", found.beyond, "")] if found.beyond else []
     parts = [f"{count:,} {what}" for what, count in (("over-long", found.over_long), ("not answered by the server", found.failed)) if count]

@@ -77,6 +77,10 @@ class Tokeniser:
         if answered is None or answered["reason"]:
             return ChatError(answered["reason"] if answered else "it was not answered")
         tokens, texts = answered["answers"], answered["texts"]
+        if texts and texts[-1].get("finish_reason") == "length" and not texts[-1]["content"] and not texts[-1].get("tool_calls"):
+            texts = texts[:-1]  # the template would end a thought that the target did not end
+            if not texts:
+                return ChatError("the target was still thinking when it was cut; raise prep.regenerate.max_new_tokens")
         said = texts or [self.template.parse_answer(answer) for answer in tokens]
         messages: list[dict[str, Any]] = []
         turn = 0

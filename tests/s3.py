@@ -17,7 +17,7 @@ def bucket(name: str) -> Iterator[UPath]:
     """s3://<name> on a server of its own. Credentials and the endpoint stand in the environment, where child processes find them too."""
     server_module = pytest.importorskip("moto.server")
     boto3 = pytest.importorskip("boto3")
-    pytest.importorskip("s3fs")
+    pytest.importorskip("s3fs").S3FileSystem.clear_instance_cache()  # one that an earlier test made would ask that test's server
     server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

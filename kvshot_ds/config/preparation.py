@@ -94,7 +94,9 @@ class EndpointConfig(Section):
     """An OpenAI-compatible server of the target (vLLM, SGLang)."""
 
     model: str | None = Field(None, description="name of the model there; null: the only one it serves")
-    api_key_env: str = Field("OPENAI_API_KEY", description="environment variable that holds the key, if the server wants one")
+    api_key_env: str = Field(
+        "OPENAI_API_KEY", pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="environment variable that holds the key, if the server wants one"
+    )
     concurrency: int = Field(64, ge=1, description="requests in flight")
     retries: int = Field(5, ge=0, description="tries after the first of a request that fails with a time-out, a broken connection or status 408, 409, 429, 5xx")
     timeout: float = Field(600, gt=0, description="longest wait for one answer [s]")
@@ -109,6 +111,8 @@ def _url(url: str | None) -> str | None:
             good = False
         if not good:
             raise ValueError("expected http://HOST:PORT/v1")
+        if parts.username is not None or parts.password is not None:
+            raise ValueError("expected no name and password in it: recipe.yaml would keep them; a key comes from the variable endpoint.api_key_env names")
     return url
 
 

@@ -80,6 +80,7 @@ BAD_LINES = {
     '{"tokens": [1, 259], "turn": [0, 0]}': "token id 259 is outside the target's vocabulary of 259",
     '{"tokens": [-1, 5], "turn": [0, 0]}': "token id -1 is outside",
     '{"tokens": [1, 2], "turn": [0, -1]}': "turn numbers out of range",
+    r'{"tokens": [1, 2], "turn": [0, 1], "source": "\ud800"}': "its id or source is no text that UTF-8 can hold",
     json.dumps(record(2049, 0)): "2049 tokens, the target's context is 2048",
 }
 

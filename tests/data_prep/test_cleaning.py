@@ -118,6 +118,17 @@ def test_what_is_no_rendered_page_is_left_alone(text: str) -> None:
     assert html(said(f"u: {text}"), True).messages == said(f"u: {text}")
 
 
+@pytest.mark.parametrize(("opening", "closing"), [("<b>", "</b>"), ("<ul><li>", "</li></ul>")])
+def test_tags_without_end_within_each_other_are_no_page(opening: str, closing: str) -> None:
+    """They would cost their number squared, in time or in blanks."""
+
+    def nested(depth: int) -> str:
+        return f"<p>{opening * depth}x{closing * depth}</p>"
+
+    assert page_text(nested(20)) is not None
+    assert page_text(nested(20_000)) is None
+
+
 def test_usable() -> None:
     assert usable(said("u: A", "a: B", "u: C"), True) == said("u: A", "a: B")
     assert usable(said("s: S", "u: A", "a: B", "u: C", "a: D"), False) == said("s: S", "u: A", "u: C")

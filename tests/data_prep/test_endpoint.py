@@ -361,7 +361,8 @@ def test_a_server_that_dies_stops_the_run_and_the_next_one_asks_again(serve: Cal
     ):
         for unit, rows in pool.map(units_of(conversations, 3)):
             kept[unit.index] = rows
-    assert set(kept) == {0, 1, 2, 3} and not any(a.failed for rows in kept.values() for a in rows), "none of its failures is handed over"
+    # which answers came before the last failure is chance
+    assert set(kept) <= {0, 1, 2, 3} and not any(a.failed for rows in kept.values() for a in rows), "none of its failures is handed over"
 
 
 def test_failures_between_answers_do_not_stop_a_run(serve: Callable[..., Server]) -> None:
@@ -450,6 +451,10 @@ def test_a_prompt_that_is_no_completion_is_tried_again_and_then_an_error_in_word
 def test_an_address_that_is_none_is_refused_with_the_recipe(url: str) -> None:
     with pytest.raises(ValidationError, match=r"base_url\s+Value error, expected http://HOST:PORT/v1"):
         options(url)
+    with pytest.raises(ValidationError, match=r"expected no name and password in it: recipe\.yaml would keep them"):
+        options("http://me:secret@127.0.0.1:8000/v1")
+    with pytest.raises(ValidationError, match=r"api_key_env\s+String should match"):
+        options("http://127.0.0.1:8000/v1", {"endpoint": {"api_key_env": KEY}})
 
 
 def test_the_options_choose_who_answers(tmp_path: Path) -> None:

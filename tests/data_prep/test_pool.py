@@ -167,11 +167,14 @@ def test_where_there_are_no_locks_the_run_goes_on(tmp_path: Path, monkeypatch: p
 
 def test_leftovers_of_living_processes_stay(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
-    mine, old, data = aside(tmp_path / "deep" / "a.tar"), tmp_path / ".b.tar.77.tmp", tmp_path / "b.tar"
-    for path in (mine, old, data):
+    mine, data = aside(tmp_path / "deep" / "a.tar"), tmp_path / "b.tar"
+    dead, foreign = mine.with_name(mine.name.replace(f".{os.getpid()}.", ".4194305.")), tmp_path / ".b.tar.77.tmp"
+    for path in (mine, dead, data, foreign):
         path.write_text("")
+    os.utime(foreign, (0, 0))
     clear_leftovers(tmp_path)
-    assert mine.exists() and data.exists() and not old.exists()
+    assert mine.exists() and data.exists() and not dead.exists()
+    assert foreign.exists(), "capture.spool may be a folder that others use too"
     clear_leftovers(location("memory://x"))
 
 

@@ -24,7 +24,7 @@ from data_prep import prepare
 from data_prep.chat import ChatTemplate
 from data_prep.pool import Pool, sole_user
 from data_prep.sources import Conversation
-from data_prep.writer import Answered, Writer
+from data_prep.writer import Answered, Unit, Writer
 from kvshot_ds.config import Recipe, TemplateConfig, dump_recipe
 from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.files import read_json
@@ -257,6 +257,22 @@ def test_answers_of_a_server_are_tokenised_here(tiny_target: Path, tmp_path: Pat
     assert found.generated == found.train.supervised
 
 
+def test_mended_conversations_are_told_of_what_was_read(tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mended one may turn out a duplicate, so there may be more of them than are kept."""
+    twice = {"messages": [{"role": "user", "content": "Hi"}, *[{"role": "assistant", "content": "One."}] * 2]}
+    found = prepare.run(
+        recipe(
+            tiny_target,
+            tmp_path / "w",
+            sources=source(tmp_path / "c.jsonl", *[twice] * 3, '{"messages": [{"role": "user", "content": "\\ud83d"}]}'),
+            heldout_fraction=0,
+            **KEPT,
+        )
+    )
+    assert (found.kept, found.mended) == (1, {"repeated_roles": 3})
+    assert "prep: records read               4  mended: 3 by repeated_roles\n" in capsys.readouterr().out
+
+
 def test_a_server_that_answered_nothing_is_asked_again_by_the_next_run(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alive = False
 
@@ -271,6 +287,31 @@ def test_a_server_that_answered_nothing_is_asked_again_by_the_next_run(tiny_targ
         prepare.run(wanted)
     alive = True
     assert prepare.run(wanted).kept == 3
+
+
+def test_what_failed_while_a_server_died_is_asked_again(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that still comes after the first failures lets a unit with failures through."""
+    dying, asked = True, list[int]()
+
+    def reply(unit: Unit) -> list[Answered]:
+        asked.append(unit.index)
+        if dying and unit.index > 2:
+            raise KvshotError("21 requests in a row were given up")
+        found = [Answered(c.id, texts=[{"role": "assistant", "content": "Yes, so it is.", "finish_reason": "stop"}]) for c in unit.conversations]
+        if dying and unit.index == 1:
+            found[0] = Answered(found[0].id, reason="the server does not answer: status 503", failed=True)
+        return found
+
+    monkeypatch.setattr(prepare, "open_pool", lambda *_: InProcess(reply))
+    options = {"regenerate": {"base_url": "http://127.0.0.1:1/v1"}, "batch_size": 1, "heldout_fraction": 0, "workers": 5}
+    wanted = recipe(tiny_target, tmp_path / "w", sources=source(tmp_path / "c.jsonl", *conversations(20, 1000)), **options)
+    with pytest.raises(KvshotError, match="21 requests"):
+        prepare.run(wanted)
+    assert asked == [0, 1, 2, 3]
+    dying = False
+    found = prepare.run(wanted)
+    assert asked[4:] == [1, *range(3, 10)], "with its unit, and with those that were not reached"
+    assert (found.kept, found.failed) == (20, 0)
 
 
 class ChatServer(BaseHTTPRequestHandler):

@@ -208,3 +208,14 @@ def test_behind_a_url(tiny_target: Path, prepared: Path, whole: Path, tmp_path: 
     done = repair.run(options)
     assert done.recaptured == ("train-000001.tar",) and (url / "damaged" / "train-000001.tar.0").read_bytes() == b"x" * 600
     assert all((url / name).read_bytes() == raw for name, raw in data_set(whole).items()) and verify(url, 2).faults == ()
+
+
+@pytest.mark.parametrize(("old", "new"), [('"norm_eps": 1e-06', '"norm_eps": 1e-05'), ('"target_name": "', '"target_name": "x'), ('"silu"', '"gelu"')])
+def test_what_no_shard_can_tell_of_the_manifest_is_told_by_the_capture(recipe: Recipe, old: str, new: str) -> None:
+    path = Path(str(recipe.shards_dir)) / "manifest.json"
+    before = path.read_text()
+    assert verify(recipe.shards_dir, 1).faults == () and before.count(old) == 1
+    path.write_text(before.replace(old, new))
+    assert ["manifest.json" in str(f) and "differs from provenance.json" in str(f) for f in verify(recipe.shards_dir, 1).faults] == [True]
+    repair.run(recipe)
+    assert path.read_text() == before

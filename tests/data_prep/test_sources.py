@@ -327,6 +327,20 @@ def test_a_hub_that_cannot_be_reached_is_an_error_and_no_end_of_the_data(monkeyp
         list(read(SourceConfig(dataset="someone/talks", format="auto")))
 
 
+def test_text_that_begins_with_a_bracket_is_text(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("[INST] one\n{{ two }}\nthree\n")
+    assert [c.messages[0]["content"] for c in take(tmp_path / "p.txt") if isinstance(c, Conversation)] == ["[INST] one", "{{ two }}", "three"]
+    for text in (
+        json.dumps([SHAREGPT]),
+        f"[\r\n{json.dumps(SHAREGPT)}\r\n]",
+        json.dumps(SHAREGPT),
+        json.dumps(SHAREGPT, indent=1),
+        "[ " + json.dumps(SHAREGPT) + "]",
+    ):
+        (tmp_path / "p").write_text(text)
+        assert [type(c) for c in take(tmp_path / "p")] == [Conversation], text
+
+
 def test_prompts_of_evaluation_sets(tmp_path: Path) -> None:
     two = {"messages": [{"role": r, "content": c} for r, c in (("user", "A"), ("assistant", "no"), ("user", "B"))]}
     records = [{"question_id": 81, "turns": ["One.", "Two."]}, {"question": "How many?", "answer": "3"}, {"task_id": "x", "prompt": "def f():"}, two]
