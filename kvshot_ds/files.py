@@ -251,8 +251,10 @@ def aside(path: Path) -> Path:
 def abandoned(leftover: Path) -> bool:
     """A file under a name of `aside` whose writer is gone: its process on this host, or, on any host, nobody wrote to it for an hour."""
     owner = _ASIDE.fullmatch(leftover.name)
+    if not owner:  # another program's
+        return False
     try:
-        if not owner or time.time() - leftover.stat().st_mtime > _FORGOTTEN:
+        if time.time() - leftover.stat().st_mtime > _FORGOTTEN:
             return True
     except OSError:
         return False

@@ -209,7 +209,8 @@ def test_leftovers_of_the_dead_and_the_forgotten(tmp_path: Path) -> None:
     os.utime(elsewhere, (0, 0))
     assert abandoned(elsewhere)
     (tmp_path / ".a.tmp").write_text("")
-    assert abandoned(tmp_path / ".a.tmp")
+    os.utime(tmp_path / ".a.tmp", (0, 0))
+    assert not abandoned(tmp_path / ".a.tmp"), "not a name of aside: another program's"
 
 
 def test_a_full_disk_is_told_from_other_errors(tmp_path: Path) -> None:

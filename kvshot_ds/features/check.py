@@ -119,14 +119,8 @@ class _Shard:
         except KvshotError as error:
             self.fault(_short(error, self.reader, sample), sample.key)
             return
-        turn, tokens = tensors["turn"], tensors["tokens"]
-        rows = teacher_rows(turn.numpy())
-        if int(tokens.min()) < 0 or int(tokens.max()) >= len(self.labels):
-            self.fault(f"holds token ids outside the vocabulary of {len(self.labels)}", sample.key)
-        elif len(rows) != sample.rows or int(turn.min()) < 0:
-            self.fault(f"its turns give {len(rows)} teacher rows, its index says {sample.rows}", sample.key)
-        else:
-            self.labels += torch.bincount(tokens[torch.from_numpy(rows) + 1], minlength=len(self.labels))
+        rows = teacher_rows(tensors["turn"].numpy())
+        self.labels += torch.bincount(tensors["tokens"][torch.from_numpy(rows) + 1], minlength=len(self.labels))
         if what := self.layout(file, sample):
             self.fault(what, sample.key)
 

@@ -71,6 +71,11 @@ def decode(stored: Stored, dtype: torch.dtype, room: torch.Tensor | None = None)
     return grouped.to(dtype).mul_(scale.to(dtype).unsqueeze(-1)).view(codes.shape)
 
 
+def possible(scale: torch.Tensor, storage: Storage) -> bool:
+    """Whether `encode` gives such scales. Others, finite ones too, may make of a code what is not finite."""
+    return not scale.numel() or (float(scale.min()) >= _LEAST and float(scale.max()) <= _MOST[storage])
+
+
 def _exact(codes: torch.Tensor, room: torch.Tensor | None) -> tuple[torch.Tensor, float]:
     """int8 codes, or float8_e4m3fn ones without NaN, as bf16, which holds them exactly, and the power of two these are to be multiplied with."""
     if codes.device.type != "cpu":

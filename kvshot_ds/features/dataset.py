@@ -19,9 +19,9 @@ import torch
 from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.features.codec import stored_tensors
 from kvshot_ds.features.manifest import SPLITS, Manifest, Sample, ShardIndex, Split, SplitCounts, load_token_counts, save_token_counts, shard_name
-from kvshot_ds.features.shard import ShardReader, ShardWriter, written_in
-from kvshot_ds.features.spec import FeatureSpec, teacher_rows
-from kvshot_ds.features.verify import quarantine
+from kvshot_ds.features.shard import ShardReader, ShardWriter, count_labels, written_in
+from kvshot_ds.features.spec import FeatureSpec
+from kvshot_ds.features.verify import manifest_facts, quarantine
 from kvshot_ds.features.walk import TarError, Walk, opened
 from kvshot_ds.files import AnyPath, aside, exists, filesystem, location, names, put, read_bytes, read_json, size, storage_errors, write_atomic, write_json
 from kvshot_ds.provenance import origin
@@ -257,7 +257,8 @@ def _claim(out: AnyPath, sources: Sequence[Source], how: dict[str, Any]) -> bool
     inputs = [{"folder": str(source.folder), "digest": source.digest, "provenance": _provenance(source.folder)} for source in sources]
     if isinstance(out, Path):
         out.mkdir(parents=True, exist_ok=True)
-    write_json(path, origin(configuration=configuration, inputs=inputs))
+    first = sources[0].manifest
+    write_json(path, origin(configuration=configuration, manifest=manifest_facts(first.target_name, first.geometry), inputs=inputs))
     return False
 
 
@@ -356,12 +357,3 @@ def _labels(parts: Iterable[tuple[Source, ShardIndex, list[int]]], vocab: int) -
         for found in pool.map(lambda part: count_labels(part[0].reader(part[1]), part[2]), parts):
             total += found
     return total
-
-
-def count_labels(reader: ShardReader, numbers: Iterable[int]) -> torch.Tensor:
-    """How often each token is a label x_{j+1} of a teacher row j in the samples `numbers` of one shard, [V] int64."""
-    counts = torch.zeros(reader.geometry.vocab_size, dtype=torch.int64)
-    for number in numbers:
-        sample = reader.read(number, ("tokens", "turn"))
-        counts += torch.bincount(sample["tokens"][torch.from_numpy(teacher_rows(sample["turn"].numpy())) + 1], minlength=len(counts))
-    return counts

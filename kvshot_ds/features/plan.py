@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from math import prod
 from pathlib import Path
 
@@ -78,7 +79,10 @@ def prepared(folder: Path, spec: FeatureSpec, g: Geometry, conversations_per_sha
 def guessed(spec: FeatureSpec, g: Geometry, conversations: int, tokens: int, supervised: float, conversations_per_shard: int) -> Size:
     """What so many conversations of `tokens` tokens will take, a share `supervised` of which are teacher rows."""
     one = (tokens, round(tokens * supervised), _META)
-    return _total(iter([one] * conversations), spec, g, conversations_per_shard)
+    shards, left = divmod(conversations, conversations_per_shard)
+    whole, last = (_total(repeat(one, count), spec, g, conversations_per_shard) for count in (conversations_per_shard if shards else 0, left))
+    kinds = {kind: shards * whole.kinds[kind] + last.kinds[kind] for kind in KINDS}
+    return Size(conversations, conversations * tokens, conversations * one[1], shards * whole.bytes + last.bytes, kinds)
 
 
 @dataclass(frozen=True)
@@ -163,9 +167,10 @@ def _sizes(text: str, file: str, line: int, g: Geometry) -> tuple[int, int, int]
         if turn.shape != (tokens,) or not 0 < tokens <= g.max_positions:
             return None
         meta = {"id": record.get("id"), "source": record.get("source"), "file": file, "line": line}
+        meta_bytes = len(json.dumps(meta, ensure_ascii=False).encode())
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
-    return tokens, len(teacher_rows(turn)), len(json.dumps(meta, ensure_ascii=False).encode("utf-8", "replace"))
+    return tokens, len(teacher_rows(turn)), meta_bytes
 
 
 def _blocks(size: int) -> int:

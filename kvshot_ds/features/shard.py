@@ -17,14 +17,15 @@ from typing import Any, BinaryIO
 import torch
 
 from kvshot_ds.errors import ConfigError, KvshotError
-from kvshot_ds.features.codec import SCALE, Stored, all_finite, decode, stored_tensors
+from kvshot_ds.features.codec import SCALE, Stored, all_finite, decode, possible, stored_tensors
 from kvshot_ds.features.manifest import Manifest, Rejected, Sample, ShardIndex, Split, check_key
 from kvshot_ds.features.spec import FeatureSpec, teacher_rows
-from kvshot_ds.files import IN_FLIGHT, AnyPath, RangeReader, aside, buffer, file_sha256, location, put, reading, size
+from kvshot_ds.files import IN_FLIGHT, AnyPath, RangeReader, aside, buffer, exists, file_sha256, location, put, reading, remove, size
 from kvshot_ds.geometry import Geometry
 
 _BLOCK = 512  # a tar is made of blocks of this many bytes; headers take one, data is padded to whole ones
 _STORED = {"I32": torch.int32, "F32": torch.float32, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
+_IDS = ("tokens", "teacher.argmax", "teacher.topk_ids")
 _LONGEST_HEADER = 1 << 20
 _FIRST = 1 << 15  # what is asked of a remote sample at first: most headers, with the tokens behind them, are shorter [bytes]
 
@@ -86,11 +87,25 @@ class ShardWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
+        self._forget_another()
         put(self._aside, self.folder / self.shard)
         samples = tuple(self._samples[key] for key in order)
         index = ShardIndex(self.shard, self._hashed.bytes, self._hashed.sha256.hexdigest(), samples, tuple(rejected))
         index.save(self.folder)
         return index
+
+    def _forget_another(self) -> None:
+        """Removes the index of another tar that is replaced: it would vouch for this one, should this one's never come. One of the same bytes stays:
+        a second run may be reading it."""
+        path = ShardIndex.path(self.folder, self.shard)
+        if not exists(path):
+            return
+        try:
+            same = ShardIndex.load(self.folder, self.shard).sha256 == self._hashed.sha256.hexdigest()
+        except (KvshotError, OSError):
+            same = False
+        if not same:
+            remove(path)
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -132,15 +147,14 @@ class ShardReader:
     def verify(self) -> None:
         """Reads every byte: checksum, then every tensor of every sample. Raises KvshotError naming what is wrong."""
         self.check_bytes()
-        for number, sample in enumerate(self.index.samples):
-            if len(teacher_rows(self.read(number)["turn"].numpy())) != sample.rows:
-                raise self._broken(sample, f"its turns do not give the {sample.rows} teacher rows of its index")
+        for number in range(len(self.index.samples)):
+            self.read(number)
 
     def read(self, number: int, keys: Collection[str] | None = None) -> dict[str, torch.Tensor]:
         """Tensors of sample `number`, by spec.py's table: all of them, or those named (only their bytes are read).
 
         What is stored in 8 bits comes back as bf16, everything else as it is stored. Raises KvshotError naming shard, key and tensor:
-        missing, of another shape or dtype, NaN or infinite, cut off.
+        missing, of another shape or dtype, NaN or infinite, cut off; token ids outside of the vocabulary, turns that are not those of the index.
         """
         with reading(self.path) as file:
             return self.read_from(file, number, keys)
@@ -163,10 +177,27 @@ class ShardReader:
         for name in chosen:
             if name in scales:
                 mine, room = room[: numbers[name]], room[numbers[name] :]
-                tensors[name] = decode(Stored(stored(name), stored(scales[name])), self.spec.dtype(name), mine)
+                codes, scale, storage = stored(name), stored(scales[name]), self.spec.store.of(name)
+                if storage is None or not possible(scale, storage):
+                    raise self._broken(sample, f"tensor {scales[name]} holds scales that no feature has")
+                tensors[name] = decode(Stored(codes, scale), self.spec.dtype(name), mine)
             else:
                 tensors[name] = stored(name)
+        self._check_whole_numbers(sample, tensors)
         return tensors
+
+    def _check_whole_numbers(self, sample: Sample, tensors: dict[str, torch.Tensor]) -> None:
+        """What NaN tells of other tensors: damaged ids point nowhere, damaged turns give the rows of a batch another conversation's teacher."""
+        vocab = self.geometry.vocab_size
+        for name in _IDS:
+            ids = tensors.get(name)
+            if ids is not None and ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= vocab):
+                raise self._broken(sample, f"holds token ids outside the vocabulary of {vocab} in {name}")
+        if "turn" in tensors:
+            turn = tensors["turn"].numpy()
+            rows = len(teacher_rows(turn))
+            if rows != sample.rows or turn.min() < 0:
+                raise self._broken(sample, f"its turns give {rows} teacher rows, its index says {sample.rows}")
 
     def expected(self, sample: Sample) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """dtype and shape of every stored tensor of `sample`, scales included."""
@@ -230,6 +261,15 @@ def _parts(header: dict[str, Any], keys: Iterable[str], start: int, sample: Samp
         if 0 <= begin < end <= sample.offset + sample.size - start:
             parts.append((start + begin, end - begin))
     return parts
+
+
+def count_labels(reader: ShardReader, numbers: Iterable[int] | None = None) -> torch.Tensor:
+    """How often each token is a label x_{j+1} of a teacher row j in the samples `numbers` of one shard (None: in all), [V] int64."""
+    counts = torch.zeros(reader.geometry.vocab_size, dtype=torch.int64)
+    for number in range(len(reader.index.samples)) if numbers is None else numbers:
+        sample = reader.read(number, ("tokens", "turn"))
+        counts += torch.bincount(sample["tokens"][torch.from_numpy(teacher_rows(sample["turn"].numpy())) + 1], minlength=len(counts))
+    return counts
 
 
 @dataclass(frozen=True)

@@ -207,15 +207,22 @@ def _origin_faults(folder: AnyPath, manifest: Manifest) -> list[Fault]:
     if _canonical(manifest) != read_bytes(folder / name):
         return [Fault(name, "", "is not written as kvshot writes it: bytes have changed", DERIVE_AGAIN)]
     try:
-        record = read_json(path)["configuration"]
+        whole = read_json(path)
+        record, stated = whole["configuration"], whole.get("manifest", {})
         said = {"target": manifest.target_digest, "tokenizer": manifest.tokenizer_digest, "capture.features": json.loads(json.dumps(asdict(manifest.spec)))}
         differ = [key for key, value in said.items() if key in record and record[key] != value]
+        differ += [key for key, value in manifest_facts(manifest.target_name, manifest.geometry).items() if key in stated and stated[key] != value]
     except FileNotFoundError:
         return [Fault(path.name, "", "is not there: nothing says how the features were captured", "copy it from where the features come from")]
     except (KvshotError, OSError, KeyError, TypeError) as error:
         what = str(error).removeprefix(f"{path}: ").partition("; delete")[0]
         return [Fault(path.name, "", f"is not readable ({what})", "copy it from where the features come from")]
     return [Fault(name, "", f"differs from {path.name} in {', '.join(differ)}", DERIVE_AGAIN)] if differ else []
+
+
+def manifest_facts(target_name: str, geometry: Geometry) -> dict[str, Any]:
+    """What the manifest says and no shard can tell, as provenance.json repeats it under "manifest"."""
+    return {"target_name": target_name, "geometry": json.loads(json.dumps(asdict(geometry)))}
 
 
 def _canonical(value: ShardIndex | Manifest) -> bytes:

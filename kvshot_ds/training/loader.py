@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kvshot_ds.config import ObjectiveConfig
-from kvshot_ds.errors import ConfigError
+from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.features.batch import Batch, collate
 from kvshot_ds.features.dataset import lowest
 from kvshot_ds.features.shard import ShardSet
@@ -135,12 +135,17 @@ def step_batches(
 
 
 def _one_thread_each(workers: int) -> ThreadPoolExecutor:
-    """`workers` running threads in each of which torch computes with one thread, as it does nowhere else."""
+    """`workers` running threads in each of which torch computes with one thread, as it does nowhere else. Raises KvshotError if the system has no more."""
     before = torch.get_num_threads()
     running = Barrier(workers + 1)
     pool = ThreadPoolExecutor(workers, "kvshot-loader", _one_thread)
-    for _ in range(workers):
-        pool.submit(running.wait)
+    try:
+        for _ in range(workers):
+            pool.submit(running.wait)
+    except RuntimeError as error:
+        running.abort()  # those that were started would wait for the others for ever
+        pool.shutdown(cancel_futures=True)
+        raise KvshotError(f"train.data_workers={workers}: {error}; lower it, or raise the limit of processes and threads (ulimit -u)") from None
     running.wait()
     torch.set_num_threads(before)  # a part of what it sets is of the whole process
     return pool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,12 @@ def test_what_is_derived_is_checked(tmp_path: Path) -> None:
     make_folder(tmp_path)
     edit(tmp_path / "manifest.json", lambda m: m.update(target_digest="0" * 64))
     assert ["manifest.json: differs from provenance.json in target" in f for f in faults(tmp_path)] == [True]
+    merge_of = make_folder(tmp_path)
+    said = {"target_name": "toy", "geometry": asdict(merge_of.geometry)}
+    edit(tmp_path / "provenance.json", lambda p: p.update(manifest=said))
+    assert faults(tmp_path) == []
+    edit(tmp_path / "manifest.json", lambda m: m["geometry"].update(norm_eps=1e-5))
+    assert ["manifest.json: differs from provenance.json in geometry" in f for f in faults(tmp_path)] == [True]
 
 
 def test_a_conversation_held_out_and_trained_on_is_a_fault(tmp_path: Path) -> None:

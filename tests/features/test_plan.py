@@ -176,3 +176,11 @@ def test_conversations_beyond_the_context_are_left_out(tmp_path: Path) -> None:
         (tmp_path / f"{split}.jsonl").write_text("\n".join(json.dumps({"tokens": [1] * n, "turn": [0] * n}) for n in (10, 20, 30)) + "\n")
     size = prepared(tmp_path, SPECS["nothing"], replace(GEOMETRY, max_positions=20), 4)["train"]
     assert (size.samples, size.tokens, size.left_out) == (2, 30, 1)
+
+
+def test_a_guess_of_any_number_takes_no_time() -> None:
+    spec = SPECS["8 bits"]
+    few, many = guessed(spec, QWEN, 130, 700, 0.5, 64), guessed(spec, QWEN, 64 * 10**12 + 2, 700, 0.5, 64)
+    whole = guessed(spec, QWEN, 64, 700, 0.5, 64)
+    assert few.bytes == 2 * whole.bytes + guessed(spec, QWEN, 2, 700, 0.5, 64).bytes and sum(few.kinds.values()) == few.bytes
+    assert many.bytes == few.bytes + (10**12 - 2) * whole.bytes and many.tokens == 700 * many.samples and many.samples == 64 * 10**12 + 2

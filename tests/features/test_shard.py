@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import tarfile
@@ -15,6 +16,8 @@ import webdataset
 from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.features.manifest import FORMAT, Manifest, ShardIndex
 from kvshot_ds.features.shard import ShardReader, ShardSet, ShardWriter, all_finite
+from kvshot_ds.features.spec import Store
+from tests.features.folders import stored_sample
 from tests.features.shards import GEOMETRY, SPEC, make_sample, make_shards, write_shard
 
 
@@ -218,3 +221,57 @@ def test_verify_checks_the_rows_of_the_index(folder: Path) -> None:
 
 def test_all_finite_on_edges() -> None:
     assert all_finite(torch.empty(0)) and all_finite(torch.tensor([1, 2])) and all_finite(torch.full((3,), 3e38).bfloat16())
+
+
+def test_a_tar_put_anew_never_stands_under_the_index_of_before(tmp_path, monkeypatch):
+    """Same size, other bytes: a crash between tar and index may not leave what counts as whole."""
+    before = write_shard(tmp_path, "train-000000.tar", range(1))
+
+    def crash(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as m:
+        m.setattr(ShardIndex, "save", crash)
+        with pytest.raises(KeyboardInterrupt):
+            write_shard(tmp_path, "train-000000.tar", range(1))
+        assert ShardIndex.load(tmp_path, "train-000000.tar") == before, "of the same bytes: another run may be reading it"
+        with pytest.raises(KeyboardInterrupt):
+            write_shard(tmp_path, "train-000000.tar", range(7, 8))
+    with pytest.raises(KvshotError, match="not there"):
+        ShardIndex.load(tmp_path, "train-000000.tar")
+    assert write_shard(tmp_path, "train-000000.tar", range(1)) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("tokens", 50, "holds token ids outside the vocabulary of 50"),
+        ("tokens", -1, "holds token ids outside the vocabulary of 50"),
+        ("teacher.argmax", 1 << 30, "holds token ids outside the vocabulary of 50"),
+        ("turn", 7, "its turns give 0 teacher rows, its index says 1"),  # read so, all conversations after it in a batch would have another's teacher
+    ],
+)
+def test_damaged_whole_numbers_are_named_as_damaged_ones_with_a_fraction_are(tmp_path, name, value, text):
+    sample = make_sample(0)
+    index = write_shard(tmp_path, "train-000000.tar", range(1))
+    damaged = sample[name].clone()
+    damaged[0 if name == "teacher.argmax" else 2] = value
+    raw = (tmp_path / "train-000000.tar").read_bytes()
+    old, new = (safetensors.torch.save({**sample, name: tensor}) for tensor in (sample[name], damaged))
+    assert raw.count(old) == 1 and len(old) == len(new)
+    (tmp_path / "train-000000.tar").write_bytes(raw.replace(old, new))
+    keys = ("tokens", "turn", *SPEC.keys())
+    with pytest.raises(KvshotError, match=rf"train-000000\.tar: sample 'c-0000': {text}"):
+        ShardReader(tmp_path, index, SPEC, GEOMETRY).read(0, keys)
+
+
+@pytest.mark.parametrize("value", [2.0**127, -1.0, 0.0])
+def test_a_damaged_scale_is_named_before_it_makes_infinity(tmp_path, value):
+    spec = dataclasses.replace(SPEC, store=Store("bf16", "fp8", "bf16", "bf16"))
+    sample = stored_sample(0, spec)
+    sample["key.2.scale"][0, 0] = value
+    with ShardWriter(tmp_path, "train-000000.tar") as writer:
+        writer.write("a", sample, {})
+        reader = ShardReader(tmp_path, writer.commit(["a"]), spec, GEOMETRY)
+    with pytest.raises(KvshotError, match=r"sample 'a': tensor key\.2\.scale holds scales that no feature has"):
+        reader.read(0)

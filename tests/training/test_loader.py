@@ -126,3 +126,22 @@ def test_a_damaged_sample_is_named_in_its_step(tmp_path, workers):
         next(batches)
     with pytest.raises(KvshotError, match=r"^\S*train-000000\.tar: sample 'c-0002': its bytes are no safetensors"):
         next(batches)
+
+
+def test_a_system_without_threads_is_an_error_and_not_a_wait(tmp_path, monkeypatch):
+    make_folder(tmp_path, train=(range(6),))
+    shards, start, started = ShardSet.open(tmp_path, "train"), threading.Thread.start, []
+
+    def limited(thread):
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    batches = step_batches(shards, ("tokens", "turn"), Schedule([(9, 3)] * 6, 1, 1, 1, 1, 0, 0), 0, ObjectiveConfig(), 0, 4, pin=False)
+    with pytest.raises(KvshotError, match=r"train\.data_workers=4: .*can't start new thread"):
+        next(batches)
+    for thread in started:
+        thread.join(10)
+    assert len(started) == 2 and not any(thread.is_alive() for thread in started)
