@@ -4,7 +4,7 @@ a resumed run goes on at its step. Every conversation is seen exactly once per e
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from threading import Barrier
@@ -111,7 +111,7 @@ class _Steps:
 
 def step_batches(
     shards: ShardSet, keys: Collection[str], schedule: Schedule, rank: int, objective: ObjectiveConfig, first: int, workers: int, pin: bool
-) -> Iterator[list[MicroBatch]]:
+) -> Generator[list[MicroBatch]]:
     """Micro-batches of this rank for the optimizer steps first, first + 1, …; read ahead by `workers` threads (0: as they are asked for).
 
     Threads, not processes: reading, the search for NaN, decoding and joining leave the interpreter free, and a process would have to hand

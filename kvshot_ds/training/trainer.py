@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,7 +169,7 @@ def run_steps(s: Setup, before: Progress) -> Progress:
     )  # fmt: skip
     clock = Clock(before, world.device)
     bar = tqdm(total=s.schedule.steps, initial=before.step, unit="step", desc=s.recipe.name, disable=world.rank != 0, mininterval=2)
-    with Board(folder / "tensorboard", world.rank, before.step + 1) as board, bar:
+    with Board(folder / "tensorboard", world.rank, before.step + 1) as board, bar, closing(batches):
         board.text("recipe", dump_recipe(s.recipe))
         meter = Meter(config.objective.steps, world.device)
         recent: dict[int, list[str]] = {}  # conversations of the steps since the last point
