@@ -2,7 +2,8 @@
 
 Without --shards, random features of Qwen3-8B's shape are written first, once stored as bf16 and once in 8 bits. Each rate is bytes of the files
 over wall time: raw, a read from the first byte to the last in pieces of 4 MiB, by one thread; threads, every
-tensor of every sample, checked and decoded, by so many threads; loader, the batches that training gets, read ahead by so many threads. From disk
+tensor of every sample, checked and decoded, by so many threads; loader, the batches that training gets (in 8 bits, until they are on its device), read
+ahead by so many threads. From disk
 means that the system was told to forget the files before each pass (posix_fadvise); if it keeps them, the two blocks of figures are alike.
 """
 

@@ -147,7 +147,7 @@ def measure(objective: Objective, steps: int, heldout: ShardSet, bigram: Bigram,
     wanted = ("tokens", "turn", *heldout.manifest.spec.serving(objective.drafter.required_features()))
     one = torch.ones((), device=device)
     for at in tqdm(range(0, len(chosen), together), desc=f"eval {name}", unit="batch", mininterval=2):
-        batch = collate([heldout.read(i, wanted) for i in chosen[at : at + together]])
+        batch = collate([heldout.read_packed(i, wanted) for i in chosen[at : at + together]])
         plan = plan_rows(batch, runs)
         valid = plan.valid if runs == steps else plan_rows(batch, steps).valid
         hits.append(_bigram_hits(batch, plan, bigram))

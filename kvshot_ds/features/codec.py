@@ -10,6 +10,7 @@ takes the same two bytes, but under- and overflows where bf16 does not.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import NamedTuple
 
@@ -34,6 +35,15 @@ class Stored(NamedTuple):
 
     data: torch.Tensor
     scale: torch.Tensor | None = None
+
+    def to(self, device: torch.device | str) -> Stored:
+        return self._each(lambda t: t.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Stored:
+        return self._each(torch.Tensor.pin_memory)
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Stored:
+        return Stored(change(self.data), None if self.scale is None else change(self.scale))
 
 
 def encode(x: torch.Tensor, storage: Storage, group: int) -> Stored:

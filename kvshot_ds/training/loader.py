@@ -102,7 +102,7 @@ class _Steps:
         out = []
         seed = self.schedule.seed * 1_000_003 + number
         for slot in plan.slots[self.rank]:
-            batch = collate([self.shards.read(i, self.keys) for i in slot or stand_in[:1]])
+            batch = collate([self.shards.read_packed(i, self.keys) for i in slot or stand_in[:1]])
             o = self.objective
             rows = plan_rows(batch, o.steps, o.row_fraction, seed, o.anchors, o.drift == "offline")
             out.append(MicroBatch(_pinned(batch), _pinned(rows), bool(slot)) if self.pin else MicroBatch(batch, rows, bool(slot)))

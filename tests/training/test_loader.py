@@ -97,8 +97,8 @@ def test_read_ahead_gives_the_same_batches_in_the_same_order(tmp_path, workers, 
 def test_threads_that_read_ahead_compute_with_one_thread_and_end_with_the_loop(tmp_path, monkeypatch):
     make_folder(tmp_path, train=(range(20),))
     shards = ShardSet.open(tmp_path, "train")
-    seen, plain, before = [], ShardSet.read, torch.get_num_threads()
-    monkeypatch.setattr(ShardSet, "read", lambda *args: seen.append((torch.get_num_threads(), threading.current_thread().name)) or plain(*args))
+    seen, plain, before = [], ShardSet.read_packed, torch.get_num_threads()
+    monkeypatch.setattr(ShardSet, "read_packed", lambda *args: seen.append((torch.get_num_threads(), threading.current_thread().name)) or plain(*args))
     torch.set_num_threads(3)
     try:
         batches = step_batches(shards, ("tokens", "turn"), Schedule([(9, 3)] * 20, 1, 1, 1, 1, 0, 0), 0, ObjectiveConfig(), 0, 2, pin=False)

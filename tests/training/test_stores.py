@@ -8,13 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from data_prep.capture import CaptureJob, CaptureWorker
 from data_prep.orchestrate import finish, make_plan
 from kvshot_ds import evaluation
 from kvshot_ds.config import Recipe
 from kvshot_ds.errors import ConfigError
+from kvshot_ds.features.batch import collate
 from kvshot_ds.features.manifest import Manifest
+from kvshot_ds.features.shard import ShardSet
 from kvshot_ds.target import load_geometry
 from kvshot_ds.training.launch import run
 from tests.training.runs import board
@@ -88,3 +91,21 @@ def test_every_teacher_teaches_the_same(recipe, folders, loss):
 def test_without_a_teacher_the_run_says_which_would_do(recipe, folders):
     with pytest.raises(ConfigError, match=r"features lack a teacher, which this run reads; .*capture\.features\.teacher=last_hidden"):
         losses(recipe, folders, "no teacher")
+
+
+def test_a_batch_in_8_bits_is_the_decoded_one_once_it_is_moved(folders: dict[str, Path]) -> None:
+    shards = ShardSet.open(folders["8 bits"], "train")
+    for dtype in (None, torch.bfloat16, torch.float32):
+        for chosen in ((0, 1, 2, 3), (5,)):
+            packed, plain = collate([shards.read_packed(i) for i in chosen]), collate([shards.read(i) for i in chosen])
+            kinds = {key.split(".")[0] for key in packed.packed}
+            assert kinds == {"hidden", "key", "value", "query"} and not packed.hidden and not plain.packed
+            assert {part.data.dtype for part in packed.packed.values()} == {torch.float8_e4m3fn, torch.int8}
+            packed, plain = packed.to("cpu", dtype), plain.to("cpu", dtype)
+            assert not packed.packed
+            for name in ("hidden", "keys_of", "values_of", "queries_of"):
+                mine, other = getattr(packed, name), getattr(plain, name)
+                assert list(mine) == list(other)
+                assert all(mine[i].dtype == other[i].dtype and torch.equal(mine[i], other[i]) for i in other)
+            for name in ("tokens", "turn", "teacher_index", "teacher_argmax", "teacher_lse", "topk_ids", "topk_logp"):
+                assert torch.equal(getattr(packed, name), getattr(plain, name))
