@@ -1,6 +1,6 @@
 # make demo [TARGET=smollm2|tiny]   the whole way on a small target, on CPU
-# make families [TARGET=...]            the same with one drafter of every family (an hour for smollm2 on 2 cores)
-# make bench                           attention and a whole training step against straightforward implementations (about 20 minutes)
+# make families [TARGET=...]            the same with one drafter of every family (half an hour for smollm2 on 2 cores)
+# make bench                           attention, a whole training step, capture, reading, preparation and generation against named alternatives (half an hour)
 # make test                         everything that has to pass: ruff, mypy, import-linter, pytest
 # make check                        the same without pytest
 # make clean                        removes what make has made here (the cache of targets stays)
@@ -26,6 +26,11 @@ families: $(VENV)/demo.stamp
 bench: $(VENV)/demo.stamp
 	python -m benchmarks.attention
 	python -m benchmarks.step
+	@kvshot target smollm2 "$(KVSHOT_SMOLLM2)"
+	python -m benchmarks.capture --target "$(KVSHOT_SMOLLM2)"
+	python -m benchmarks.read
+	python -m benchmarks.prepare --target "$(KVSHOT_SMOLLM2)"
+	python -m benchmarks.generate --target "$(KVSHOT_SMOLLM2)"
 
 test: check smollm2
 	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false python -m pytest
