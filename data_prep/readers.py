@@ -71,6 +71,8 @@ def records(source: SourceConfig, passed: Callable[[int], object] = _unheard) ->
         raise ConfigError(f"prep.sources: {path} cannot be read ({error.strerror}); expected a file of conversations or prompts") from None
     packed = next((suffix for suffix, start in _PACKED.items() if path.suffix.lower() == suffix or (magic.startswith(start) and suffix != ".bz2")), "")
     suffix = (Path(path.stem) if packed == path.suffix.lower() else path).suffix.lower()
+    if suffix in (".csv", ".tsv"):
+        raise ConfigError(f"prep.sources: {path}: tables of text are not read; expected JSON, JSONL, Parquet, or text with one prompt a line (.txt)")
     if suffix == ".parquet" or magic.startswith(b"PAR1"):
         return _parquet(path, passed)
     first = _first_line(path, packed)

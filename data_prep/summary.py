@@ -8,6 +8,8 @@ from typing import Any
 
 from kvshot_ds.files import read_json, write_json
 
+_SHOWN = 5  # reasons of quarantine, the most frequent ones
+
 
 @dataclass(frozen=True)
 class SplitSummary:
@@ -84,8 +86,10 @@ def report(found: PrepSummary, folder: Path) -> PrepSummary:
     print("\n".join(_aligned(rows)))
     if not found.heldout.conversations:
         print("prep: nothing is held out, so kvshot eval and decode will have nothing to measure on; prepare more, or raise prep.heldout_fraction")
-    for reason, count in list(found.reasons.items())[:5]:
+    for reason, count in list(found.reasons.items())[:_SHOWN]:
         print(f"prep: quarantined {count:,} x {reason}")
+    if len(found.reasons) > _SHOWN:
+        print("prep: and others for other reasons")
     if found.left_out > found.beyond:
         print(f"prep: each with file, line and reason in {folder / 'quarantine.jsonl'} and dropped.jsonl")
     print(f"prep: {found.seconds:.0f} s, in {folder}")

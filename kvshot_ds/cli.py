@@ -237,9 +237,13 @@ def _verify(folder: str, jobs: int, as_json: bool) -> int:
 
 
 def _repair(recipe: Path, overrides: tuple[str, ...]) -> None:
-    """Capture the bad or missing shards of a recipe again, and only those; damaged files are moved into damaged/, never deleted."""
+    """Capture the bad or missing shards of RECIPE again, and only those; damaged files are moved into damaged/, never deleted.
+
+    RECIPE may be the folder of shards itself: then it is the recipe that the capture left there, overrides included.
+    """
     from kvshot_ds.config import load_recipe
 
+    recipe = recipe / "recipe.yaml" if recipe.is_dir() else recipe
     importlib.import_module("data_prep.repair").run(load_recipe(recipe, split_overrides(overrides)))
 
 

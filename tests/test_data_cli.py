@@ -52,7 +52,7 @@ def test_verify_ends_with_1_and_names_what_is_bad(tmp_path: Path, monkeypatch: p
     assert "everything is as it was written" in capsys.readouterr().out
     (tmp_path / "train-000001.tar").unlink()
     assert kvshot(monkeypatch, "verify", tmp_path) == 1
-    assert "train-000001.tar: is not there; kvshot data repair RECIPE captures this shard again" in capsys.readouterr().out
+    assert "train-000001.tar: is not there; kvshot data repair FOLDER captures this shard again" in capsys.readouterr().out
     assert kvshot(monkeypatch, "verify", tmp_path, "--json") == 1
     found = json.loads(capsys.readouterr().out)
     assert not found["ok"] and [fault["file"] for fault in found["faults"]] == ["train-000001.tar"]
@@ -85,6 +85,9 @@ def test_repair_reads_a_recipe_and_overrides(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "r.yaml").write_text("name: a\nwork: w\ntarget: {path: t}\n")
     assert kvshot(monkeypatch, "repair", tmp_path / "r.yaml", "shards=elsewhere") == 0
     assert seen[0].shards == Path("elsewhere")
+    (tmp_path / "features").mkdir()
+    (tmp_path / "features" / "recipe.yaml").write_text("name: b\nwork: w\ntarget: {path: t}\n")
+    assert kvshot(monkeypatch, "repair", tmp_path / "features") == 0 and seen[1].name == "b", "the recipe that the capture left there"
 
 
 def test_plan_is_that_of_a_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

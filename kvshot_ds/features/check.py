@@ -18,7 +18,7 @@ from kvshot_ds.files import size
 
 _MEMBER = re.compile(r"(?P<key>[^/.]+)\.(?P<kind>json|safetensors)")
 _LONGEST_META = 1 << 24  # [bytes]
-CAPTURE_AGAIN = "kvshot data repair RECIPE captures this shard again"
+CAPTURE_AGAIN = "kvshot data repair FOLDER captures this shard again"
 
 
 @dataclass(frozen=True)

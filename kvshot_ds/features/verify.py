@@ -25,8 +25,8 @@ from kvshot_ds.files import AnyPath, exists, location, names, read_bytes, read_j
 from kvshot_ds.geometry import Geometry
 
 KNOWN = ("manifest.json", "provenance.json", "recipe.yaml", "quarantine.jsonl", "captures.jsonl", "token_counts.safetensors")
-DERIVE_AGAIN = "kvshot data repair RECIPE writes it again from the shards"
-SET_ASIDE = "kvshot data repair RECIPE moves it into damaged/"
+DERIVE_AGAIN = "kvshot data repair FOLDER writes it again from the shards"
+SET_ASIDE = "kvshot data repair FOLDER moves it into damaged/"
 
 
 @dataclass(frozen=True)

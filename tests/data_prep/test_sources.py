@@ -407,3 +407,10 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
     found, grown = map(int, done.stdout.split())
     assert found == count and len(text) * count > 95e6
     assert grown < (40_000 if name == "table.parquet" else 10_000), f"{grown} KiB"
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+def test_tables_of_text_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("prompt\nHow are you?\n")
+    with pytest.raises(ConfigError, match="tables of text are not read; expected JSON, JSONL, Parquet"):
+        list(read(SourceConfig(path=tmp_path / name)))
