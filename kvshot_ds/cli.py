@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from kvshot_ds import __version__
-from kvshot_ds.errors import ConfigError, KvshotError
+from kvshot_ds.errors import ConfigError, KvshotError, Preempted
 
 if TYPE_CHECKING:
     from kvshot_ds.options import Option
@@ -322,7 +322,7 @@ def _complain(text: str) -> None:
 
 
 def guarded(call: Callable[[], Any]) -> int:
-    """Exit status of `call`: 0; 2 with a text on stderr for what a user can mend; 130 when interrupted.
+    """Exit status of `call`: 0; 2 with a text on stderr for what a user can mend; 75 when preempted; 130 when interrupted.
 
     Anything else is a fault of the program and is raised, as is everything if KVSHOT_DEBUG is set.
     """
@@ -334,7 +334,7 @@ def guarded(call: Callable[[], Any]) -> int:
         if debug:
             raise
         _complain(str(error) if isinstance(error, KvshotError) else f"{error} (KVSHOT_DEBUG=1 shows where)")
-        return 2
+        return Preempted.STATUS if isinstance(error, Preempted) else 2
     except click.ClickException as error:
         error.show()
         return error.exit_code

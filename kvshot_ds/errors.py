@@ -1,4 +1,4 @@
-"""The two kinds of failure a user can cause. The CLI prints their text without a traceback and exits 2."""
+"""The two kinds of failure a user can cause. The CLI prints their text without a traceback and exits 2 (75 if the same command goes on from there)."""
 
 
 class KvshotError(Exception):
@@ -7,3 +7,9 @@ class KvshotError(Exception):
 
 class ConfigError(KvshotError):
     """A recipe or an override that contradicts itself, the target or the data."""
+
+
+class Preempted(KvshotError):
+    """A run that was asked to stop and left a state that resumes. The CLI exits with STATUS, which a scheduler takes as: queue it again."""
+
+    STATUS = 75  # EX_TEMPFAIL of sysexits.h

@@ -31,8 +31,8 @@ from kvshot_ds.config.preparation import (
     TemplateConfig,
 )
 from kvshot_ds.config.recipe import Recipe, dump_recipe, load_recipe, merge, parse_override
-from kvshot_ds.config.stages import CaptureConfig, DecodeConfig, EvalConfig, FeatureConfig, ReportConfig, StoreConfig, TargetConfig
-from kvshot_ds.config.training import InitConfig, ObjectiveConfig, OptimConfig, TrainConfig
+from kvshot_ds.config.stages import CaptureConfig, DecodeConfig, EvalConfig, FeatureConfig, RayConfig, ReportConfig, StoreConfig, TargetConfig
+from kvshot_ds.config.training import GroupConfig, InitConfig, ObjectiveConfig, OptimConfig, TrainConfig
 
 __all__ = [
     "AnyDrafterConfig",
@@ -47,6 +47,7 @@ __all__ = [
     "EvalConfig",
     "FeatureConfig",
     "GateConfig",
+    "GroupConfig",
     "HiddenOnlyConfig",
     "HybridBlockConfig",
     "HybridConfig",
@@ -58,6 +59,7 @@ __all__ = [
     "ObjectiveConfig",
     "OptimConfig",
     "PrepConfig",
+    "RayConfig",
     "Recipe",
     "RegenerateConfig",
     "ReportConfig",

@@ -11,7 +11,7 @@ from upath import UPath
 
 from kvshot_ds.config.base import Section
 from kvshot_ds.config.preparation import PrepConfig
-from kvshot_ds.config.stages import CaptureConfig, DecodeConfig, EvalConfig, ReportConfig, TargetConfig
+from kvshot_ds.config.stages import CaptureConfig, DecodeConfig, EvalConfig, RayConfig, ReportConfig, TargetConfig
 from kvshot_ds.config.training import TrainConfig
 from kvshot_ds.errors import ConfigError
 from kvshot_ds.files import AnyPath, location
@@ -44,6 +44,7 @@ class Recipe(Section):
     prep: PrepConfig = Field(default_factory=PrepConfig, description="kvshot prep")
     capture: CaptureConfig = Field(default_factory=CaptureConfig, description="kvshot capture")
     train: TrainConfig = Field(default_factory=TrainConfig, description="kvshot train")
+    ray: RayConfig = Field(default_factory=RayConfig, description="kvshot train --ray")
     eval: EvalConfig = Field(default_factory=EvalConfig, description="kvshot eval")
     decode: DecodeConfig = Field(default_factory=DecodeConfig, description="kvshot decode")
     report: ReportConfig = Field(default_factory=ReportConfig, description="kvshot report")

@@ -62,6 +62,15 @@ class CaptureConfig(Section):
     gpus_per_worker: float = Field(0, ge=0, description="GPUs of one worker")
 
 
+class RayConfig(Section):
+    """Ranks of one training, placed by Ray."""
+
+    ranks: int = Field(1, ge=1, description="ranks")
+    cpus_per_rank: float = Field(1, gt=0, description="CPU cores of one rank")
+    gpus_per_rank: float = Field(0, ge=0, description="GPUs of one rank")
+    restarts: int = Field(3, ge=0, description="starts again from the newest checkpoint after a worker dies, at most so often")
+
+
 class EvalConfig(Section):
     """Held-out step-wise acceptance of trained drafters."""
 

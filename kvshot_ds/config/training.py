@@ -82,15 +82,45 @@ class ObjectiveConfig(Section):
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 
 
+class GroupConfig(Section):
+    """Parameters that are trained with other settings."""
+
+    tensors: tuple[str, ...] = Field(
+        min_length=1, description="patterns of tensor names, for example layers.*.cross_attn.*; the first group that matches counts"
+    )
+    lr_scale: float = Field(1.0, ge=0, description="factor on the learning rate; 0 keeps the tensors as they start")
+    weight_decay: float | None = Field(None, ge=0, description="decoupled weight decay of these tensors, vectors included; null: as everywhere")
+
+
 class OptimConfig(Section):
-    """AdamW with warm-up and cosine."""
+    """AdamW with linear warm-up and a schedule."""
 
     lr: float = Field(1e-3, gt=0, description="peak learning rate")
     betas: tuple[Momentum, Momentum] = Field((0.9, 0.95), description="decay of the first and second moment")
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay of matrices")
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = Field(
+        "cosine", description="after the warm-up: cosine or linear to final_lr_fraction; wsd: constant, then linear over the last decay_fraction of the steps"
+    )
     warmup_fraction: float = Field(0.05, ge=0, lt=1, description="share of the steps that warm up linearly")
+    decay_fraction: float = Field(0.2, gt=0, le=1, description="share of the steps that decay, at the end, with schedule=wsd")
     final_lr_fraction: float = Field(0.05, ge=0, le=1, description="learning rate at the end, as a share of the peak")
     clip: float = Field(0.5, gt=0, description="gradient norm clip")
+    groups: tuple[GroupConfig, ...] = Field((), description="tensors with another learning rate or weight decay: new ones beside warm-started ones")
+    ema_decay: float | None = Field(None, gt=0, lt=1, description="decay of an average of the weights, kept in fp32 and exported as drafter_ema; null: none")
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> OptimConfig:
+        if self.schedule == "wsd" and self.warmup_fraction + self.decay_fraction > 1:
+            raise ValueError(f"optim: warmup_fraction={self.warmup_fraction} and decay_fraction={self.decay_fraction} take more than the whole run")
+        return self
+
+
+# What may change from one start of a run to the next: the weights it ends in are the same, but for rounding.
+OPERATIONAL = frozenset({
+    "conversations_per_micro_batch", "tokens_per_micro_batch", "data_workers", "log_every", "checkpoint_every", "keep_checkpoints", "keep_best",
+    "checkpoint_writer", "eval_every", "eval_conversations", "threads_per_rank", "verify_shards", "on_bad_data", "max_minutes", "hang_minutes", "peak_tflops",
+    "trackers", "shard_frozen", "recompute",
+})  # fmt: skip
 
 
 class TrainConfig(Section):
@@ -113,7 +143,17 @@ class TrainConfig(Section):
     max_steps: int = Field(0, ge=0, description="stop after so many optimizer steps; 0 means all epochs")
     conversations_per_step: int = Field(8, ge=1, description="conversations in one optimizer step over all ranks")
     conversations_per_micro_batch: int = Field(1, ge=1, description="conversations in one forward of one rank")
+    tokens_per_micro_batch: int = Field(
+        0, ge=0, description="pack conversations into forwards of at most so many tokens (a longer one goes alone); 0: conversations_per_micro_batch [tokens]"
+    )
+    shuffle_shards: int = Field(
+        0, ge=0, description="0: all conversations are shuffled; n: the shards are, and the conversations within n of them at a time, read one after the other"
+    )
+    on_bad_data: Literal["stop", "skip"] = Field(
+        "stop", description="a shard that is damaged or missing: stop and name it, or leave its conversations out, named and counted"
+    )
     ds_config: str = Field("zero2_fp32", description="name of a file in ds_configs/ or a path: ZeRO stage and precision")
+    shard_frozen: bool = Field(False, description="with ZeRO-3: share the target's frozen embedding and head over the ranks; less memory, more communication")
     recompute: bool = Field(
         False, description="recompute the layers of a step in the backward pass instead of keeping their activations: less memory, more time"
     )
@@ -122,6 +162,16 @@ class TrainConfig(Section):
     log_every: int = Field(10, ge=1, description="optimizer steps between TensorBoard points")
     checkpoint_every: int = Field(200, ge=1, description="optimizer steps between checkpoints")
     keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints kept")
+    keep_best: Literal["none", "mat", "mat_joint", "alpha_0", "loss"] = Field(
+        "none", description="also keep the checkpoint with the best held-out value, and export it as drafter_best; needs eval_every"
+    )
+    checkpoint_writer: Literal["plain", "async"] = Field("plain", description="async: training goes on while the checkpoint is written")
+    eval_every: int = Field(0, ge=0, description="optimizer steps between looks at the held-out split, for TensorBoard and keep_best; 0: none")
+    eval_conversations: int = Field(64, ge=0, description="held-out conversations looked at; 0: all")
+    max_minutes: float = Field(0, ge=0, description="stop with a checkpoint after so long, as if preempted; 0: no limit [minutes]")
+    hang_minutes: float = Field(30, gt=0, description="stop when a rank makes no progress for so long [minutes]")
+    peak_tflops: float = Field(0, ge=0, description="peak of one device for MFU; 0: known accelerators by name, none on CPU [TFLOP/s]")
+    trackers: tuple[Literal["wandb", "mlflow"], ...] = Field((), description="also send the points to these, if they are installed")
     threads_per_rank: int = Field(0, ge=0, le=1024, description="CPU threads of one rank; 0 leaves torch's choice")
     seed: int = Field(0, ge=0, lt=1 << 63, description="seed of weights and data order")
     verify_shards: bool = Field(True, description="compare every train shard with its checksum once, before the first step")
@@ -148,6 +198,16 @@ class TrainConfig(Section):
             raise ValueError(f"objective.kv_gradient_scale: {drafter.family} has no cross path whose K and V projections could be scaled")
         if objective.query_distill_weight and (kv is None or kv.injection in ("none", "hidden_to_kv")):
             raise ValueError("objective.query_distill_weight needs a drafter that queries the target's KV cache: kv_only, hybrid, kv_block or hybrid_block")
+        return self
+
+    def shaping(self) -> dict[str, Any]:
+        """The options that shape the trained weights: all but OPERATIONAL ones."""
+        return self.model_dump(mode="json", exclude=set(OPERATIONAL))
+
+    @model_validator(mode="after")
+    def _best_is_measured(self) -> TrainConfig:
+        if self.keep_best != "none" and not self.eval_every:
+            raise ValueError(f"keep_best={self.keep_best} compares held-out values: set eval_every too")
         return self
 
     @model_validator(mode="after")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -18,7 +19,7 @@ from kvshot_ds.drafters.base import Drafter
 from kvshot_ds.drafters.build import DrafterInfo, build_drafter, save_drafter
 from kvshot_ds.drafters.initial import choose_vocab, initialise
 from kvshot_ds.drafters.warm import WarmReport, warm_start
-from kvshot_ds.errors import ConfigError, KvshotError
+from kvshot_ds.errors import ConfigError, KvshotError, Preempted
 from kvshot_ds.features.manifest import load_token_counts, require
 from kvshot_ds.features.shard import ShardSet
 from kvshot_ds.files import read_json, write_json
@@ -27,6 +28,7 @@ from kvshot_ds.provenance import digest, stamp
 from kvshot_ds.target import load_geometry, load_parts, weights_digest
 from kvshot_ds.training import checkpoint
 from kvshot_ds.training.checkpoint import Progress
+from kvshot_ds.training.control import Control
 from kvshot_ds.training.engine import World, connect, make_engine, precision
 from kvshot_ds.training.loader import MicroBatch, Schedule, chosen, step_batches
 from kvshot_ds.training.watch import Board, Meter, gates, training_scalars
@@ -58,14 +60,18 @@ class Setup:
 def train(recipe: Recipe) -> dict[str, Any]:
     """Trains `recipe.train` on this rank, continuing from the newest checkpoint.
 
-    Raises ConfigError if the data or the target do not fit the drafter, KvshotError on a loss that is not finite.
+    Raises ConfigError if the data or the target do not fit the drafter, KvshotError on a loss that is not finite, Preempted when asked to stop.
     """
-    world = connect(recipe.train.threads_per_rank)
-    setup = prepare(recipe, world)
-    progress = checkpoint.load(recipe.run_dir / "checkpoints", setup.engine)
-    if world.rank == 0:
-        _announce(setup, progress.step)
-    return finish(setup, run_steps(setup, progress))
+    with Control(recipe.train) as control:
+        world = connect(recipe.train.threads_per_rank)
+        control.join(world)
+        setup = prepare(recipe, world)
+        progress = checkpoint.load(recipe.run_dir / "checkpoints", setup.engine)
+        if world.rank == 0:
+            _announce(setup, progress.step)
+        progress = run_steps(setup, progress, control)
+        with control.during("export"):
+            return finish(setup, progress)
 
 
 def finished(recipe: Recipe) -> dict[str, Any] | None:
@@ -95,13 +101,13 @@ def _changed(before: Recipe, now: Recipe) -> list[str]:
     def flat(value: Any, name: str) -> dict[str, Any]:
         return {k: v for key, inner in value.items() for k, v in flat(inner, f"{name}.{key}").items()} if isinstance(value, dict) else {name: value}
 
-    there, here = (flat(r.train.model_dump(mode="json"), "train") for r in (before, now))
+    there, here = (flat(r.train.shaping(), "train") for r in (before, now))
     return [f"{key}: there {there.get(key)}, now {here.get(key)}" for key in {**there, **here} if there.get(key) != here.get(key)]
 
 
 def run_digest(recipe: Recipe, shards: ShardSet, target_digest: str, warm_digest: str) -> str:
     """Digest of all that shapes the trained weights: options, target, data, and the weights of a warm start."""
-    return digest(recipe.train, target_digest, shards.digest, repr(ds_configs.load(recipe.train.ds_config)), warm_digest)
+    return digest(json.dumps(recipe.train.shaping(), sort_keys=True), target_digest, shards.digest, repr(ds_configs.load(recipe.train.ds_config)), warm_digest)
 
 
 def prepare(recipe: Recipe, world: World) -> Setup:
@@ -160,8 +166,8 @@ def equip(drafter: Drafter, config: TrainConfig, ds_config: dict[str, Any], step
         drafter.compile_layers()
 
 
-def run_steps(s: Setup, before: Progress) -> Progress:
-    """The optimizer steps that are left. Returns the progress of the whole run."""
+def run_steps(s: Setup, before: Progress, control: Control) -> Progress:
+    """The optimizer steps that are left. Returns the progress of the whole run. Raises Preempted, after a checkpoint, when asked to stop."""
     config, world, folder = s.recipe.train, s.world, s.recipe.run_dir
     batches = step_batches(
         s.shards, ("tokens", "turn", *s.shards.manifest.spec.serving(s.objective.required_features())), s.schedule, world.rank, config.objective,
@@ -174,21 +180,26 @@ def run_steps(s: Setup, before: Progress) -> Progress:
         meter = Meter(config.objective.steps, world.device)
         recent: dict[int, list[str]] = {}  # conversations of the steps since the last point
         for step in range(before.step + 1, s.schedule.steps + 1):
-            s.drafter.at_step(step - 1)
-            micro_batches = clock.waiting(batches)
-            optimizer_step(s, micro_batches, meter, step)
+            with control.during("step"):
+                s.drafter.at_step(step - 1)
+                micro_batches = clock.waiting(batches)
+                optimizer_step(s, micro_batches, meter, step)
             recent[step] = [key for m in micro_batches for key in m.batch.keys]
             clock.count(micro_batches)
             bar.update()
+            stop = control.agreed()
             last = step == s.schedule.steps
-            due = step % config.checkpoint_every == 0 and not last
+            due = not last and (bool(stop) or step % config.checkpoint_every == 0)
             if step % config.log_every == 0 or due or last:
                 log_point(s, board, bar, meter, clock, step, recent)
                 recent.clear()
             if due or last:
                 check_weights(s, step)
             if due:
-                checkpoint.save(folder / "checkpoints", s.engine, clock.progress(step), world.rank, config.keep_checkpoints)
+                with control.during("save"):
+                    checkpoint.save(folder / "checkpoints", s.engine, clock.progress(step), world.rank, config.keep_checkpoints)
+            if stop and not last:
+                raise Preempted(f"{s.recipe.name}: stopped after step {step} of {s.schedule.steps} ({stop}); the same command continues from there")
     return clock.progress(s.schedule.steps)
 
 
@@ -238,14 +249,15 @@ def optimizer_step(s: Setup, micro_batches: list[MicroBatch], meter: Meter, step
     """Forward and backward of each micro-batch, then one update, without waiting for the device.
 
     The loss is normalised by the supervised rows of all ranks and micro-steps, whatever their distribution; DeepSpeed
-    divides by ranks and micro-steps, which is multiplied back here.
+    divides by ranks and by the micro-steps that it was told of, which is multiplied back here. Steps may differ in their number.
     """
     device, dtype = s.world.device, s.drafter.norm.weight.dtype
     rows = torch.full((1,), float(sum(m.plan.supervised for m in micro_batches if m.counted)), device=device)
     dist.all_reduce(rows)
-    normaliser = rows.clamp_min(1) / (s.world.size * len(micro_batches))
-    for micro in micro_batches:
+    normaliser = rows.clamp_min(1) / (s.world.size * s.engine.gradient_accumulation_steps())
+    for number, micro in enumerate(micro_batches, 1):
         plan = micro.plan.to(device)
+        s.engine.set_gradient_accumulation_boundary(number == len(micro_batches))
         out = s.engine(micro.batch.to(device, dtype), plan, normaliser)
         s.engine.backward(out.loss if micro.counted else out.loss * 0)
         s.engine.step()
