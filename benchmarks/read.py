@@ -26,7 +26,8 @@ from kvshot_ds.features.codec import CODES, SCALE, encode
 from kvshot_ds.features.manifest import Manifest, SplitCounts, shard_name
 from kvshot_ds.features.shard import ShardSet, ShardWriter
 from kvshot_ds.features.spec import FeatureSpec, Store, eagle3_hidden_layers, eagle3_kv_layers, scale_group, teacher_rows
-from kvshot_ds.training.loader import Schedule, step_batches
+from kvshot_ds.training.loader import step_batches
+from kvshot_ds.training.schedule import Schedule
 
 _PIECE = 1 << 22
 _PER_SHARD = 4

@@ -180,4 +180,4 @@ def _walk(shard: _Shard, walk: Walk) -> None:
 def _short(error: Exception, reader: ShardReader, sample: Sample) -> str:
     """An error of the reader without the names and the advice that a fault has of its own."""
     text = str(error).removeprefix(f"{reader.path}: ").removeprefix(f"sample {sample.key!r}: ")
-    return text.partition("; delete")[0]
+    return text.partition("; kvshot data repair")[0]

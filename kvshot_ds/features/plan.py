@@ -16,7 +16,7 @@ import torch
 from kvshot_ds.config import Recipe
 from kvshot_ds.errors import ConfigError
 from kvshot_ds.features.codec import stored_tensors
-from kvshot_ds.features.manifest import SPLITS
+from kvshot_ds.features.manifest import SPLITS, Split
 from kvshot_ds.features.spec import FeatureSpec, teacher_rows
 from kvshot_ds.geometry import Geometry
 
@@ -74,6 +74,11 @@ def prepared(folder: Path, spec: FeatureSpec, g: Geometry, conversations_per_sha
     Raises ConfigError if a split is not there or not readable. Only a file's own order of lines, their tokens and turns count.
     """
     return {split: _total(_samples(Path(folder) / f"{split}.jsonl", g), spec, g, conversations_per_shard) for split in SPLITS}
+
+
+def conversations(folder: Path, split: Split, g: Geometry) -> list[tuple[int, int]]:
+    """(tokens, teacher rows) of the prepared conversations of a split that a capture can take. Raises ConfigError as `prepared` does."""
+    return [sample[:2] for sample in _samples(Path(folder) / f"{split}.jsonl", g) if sample is not None]
 
 
 def guessed(spec: FeatureSpec, g: Geometry, conversations: int, tokens: int, supervised: float, conversations_per_shard: int) -> Size:

@@ -7,13 +7,17 @@ import json
 import operator
 import os
 import tempfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvshot_ds.errors import ConfigError, KvshotError
@@ -128,41 +132,55 @@ class ShardReader:
     def path(self) -> AnyPath:
         return self.folder / self.index.shard
 
+    @property
+    def _repair(self) -> str:
+        """What to do about a tar that is missing or damaged."""
+        return f"kvshot data repair {self.folder} captures it again"
+
     def check_size(self) -> None:
         """Raises KvshotError if the tar is missing or not as long as its index says."""
         try:
             found = size(self.path)
         except OSError as error:
-            raise KvshotError(f"{self.path}: not readable ({error.strerror or error}); run kvshot capture again") from None
+            raise self._unreadable(error) from None
         if found != self.index.bytes:
-            raise KvshotError(f"{self.path}: {found} bytes, its index says {self.index.bytes}: truncated or replaced; delete it and run kvshot capture again")
+            raise KvshotError(f"{self.path}: {found} bytes, its index says {self.index.bytes}: truncated or replaced; {self._repair}")
 
     def check_bytes(self) -> None:
-        """Compares the tar with its checksum. Raises KvshotError if they differ."""
+        """Compares the tar with its checksum. Raises KvshotError if it cannot be read or they differ."""
         self.check_size()
-        found = file_sha256(self.path)
+        try:
+            found = file_sha256(self.path)
+        except OSError as error:
+            raise self._unreadable(error) from None
         if found != self.index.sha256:
-            raise KvshotError(f"{self.path}: sha256 {found[:16]}, its index says {self.index.sha256[:16]}: damaged; delete it and run kvshot capture again")
+            raise KvshotError(f"{self.path}: sha256 {found[:16]}, its index says {self.index.sha256[:16]}: damaged; {self._repair}")
 
-    def verify(self) -> None:
-        """Reads every byte: checksum, then every tensor of every sample. Raises KvshotError naming what is wrong."""
-        self.check_bytes()
-        for number in range(len(self.index.samples)):
-            self.read(number)
+    def _unreadable(self, error: OSError) -> KvshotError:
+        return KvshotError(f"{self.path}: not readable ({error.strerror or error}); {self._repair}")
 
     def read(self, number: int, keys: Collection[str] | None = None) -> dict[str, torch.Tensor]:
         """Tensors of sample `number`, by spec.py's table: all of them, or those named (only their bytes are read).
 
         What is stored in 8 bits comes back as bf16, everything else as it is stored. Raises KvshotError naming shard, key and tensor:
-        missing, of another shape or dtype, NaN or infinite, cut off; token ids outside of the vocabulary, turns that are not those of the index.
+        missing, of another shape or dtype, NaN or infinite, cut off; token ids outside of the vocabulary, turns that are not those of the index;
+        the file is not there or cannot be read.
         """
-        with reading(self.path) as file:
+        with self._open(number) as file:
             return self.read_from(file, number, keys)
 
     def read_packed(self, number: int, keys: Collection[str] | None = None) -> dict[str, torch.Tensor | Stored]:
         """As `read`, but what is stored in 8 bits comes as it is: half the bytes to copy, and decoded where it is used."""
-        with reading(self.path) as file:
+        with self._open(number) as file:
             return self._read(file, number, keys)
+
+    @contextmanager
+    def _open(self, number: int) -> Iterator[RangeReader]:
+        try:
+            with reading(self.path) as file:
+                yield file
+        except OSError as error:
+            raise self._broken(self.index.samples[number], f"not readable ({error.strerror or error})") from None
 
     def read_from(self, file: RangeReader, number: int, keys: Collection[str] | None = None) -> dict[str, torch.Tensor]:
         """`read` from the tar that is open as `file`."""
@@ -218,7 +236,7 @@ class ShardReader:
         return stored_tensors(self.spec, self.geometry, sample.tokens, sample.rows)
 
     def _broken(self, sample: Sample, what: str) -> KvshotError:
-        return KvshotError(f"{self.path}: sample {sample.key!r}: {what}; delete the shard and run kvshot capture again")
+        return KvshotError(f"{self.path}: sample {sample.key!r}: {what}; {self._repair}")
 
     def _bytes(self, file: RangeReader, sample: Sample, offset: int, size: int) -> bytearray | memoryview:
         found = file.read(offset, size)
@@ -299,8 +317,11 @@ class ShardSet:
     _places: tuple[tuple[int, int], ...]
 
     @classmethod
-    def open(cls, folder: AnyPath, split: Split) -> ShardSet:
-        """Reads manifest and indexes. Raises KvshotError naming what is missing, truncated, of another format or inconsistent."""
+    def open(cls, folder: AnyPath, split: Split, look: bool = True) -> ShardSet:
+        """Reads manifest and indexes. Raises KvshotError naming what is missing, truncated, of another format or inconsistent.
+
+        look: at the tars too, whether they are there and as long as they should be; False for a caller that does so itself.
+        """
         folder = location(folder)
         manifest = Manifest.load(folder)
         if split not in manifest.splits:
@@ -309,7 +330,8 @@ class ShardSet:
         with ThreadPoolExecutor(IN_FLIGHT) as pool:  # behind a URL each index is an exchange with the store
             indexes = pool.map(ShardIndex.load, [folder] * len(counts.shards), counts.shards)
             readers = tuple(ShardReader(folder, index, manifest.spec, manifest.geometry) for index in indexes)
-            list(pool.map(ShardReader.check_size, readers))
+            if look:
+                list(pool.map(ShardReader.check_size, readers))
         samples = tuple(sample for reader in readers for sample in reader.index.samples)
         if len(samples) != counts.samples:
             raise KvshotError(f"{Manifest.path(folder)}: {counts.samples} {split} samples, the indexes hold {len(samples)}; run kvshot capture again")
@@ -318,6 +340,11 @@ class ShardSet:
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    @cached_property
+    def shard_of(self) -> npt.NDArray[np.int64]:
+        """Number of the shard of each sample."""
+        return np.array([reader for reader, _ in self._places], dtype=np.int64)
 
     @property
     def digest(self) -> str:
@@ -338,8 +365,3 @@ class ShardSet:
         """(key, tensors) of sample `i`, as `ShardReader.read_packed`: what `collate` joins."""
         reader, number = self._places[i]
         return self.samples[i].key, self.readers[reader].read_packed(number, keys)
-
-    def verify(self) -> None:
-        """`ShardReader.verify` of every shard."""
-        for reader in self.readers:
-            reader.verify()

@@ -19,6 +19,7 @@ from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.features.shard import ShardReader
 from kvshot_ds.features.spec import FeatureSpec, Store
 from kvshot_ds.target import Target
+from tests.features.shards import assert_whole
 
 SPEC = FeatureSpec((1, 2), (3,), "last_hidden", Store.all("fp32"), (3, 4))
 
@@ -50,7 +51,7 @@ def test_samples_are_the_features_in_the_order_of_the_file(target: Target, tmp_p
     index = capture_unit(target, job_for(target, tmp_path / "out"), unit)
     assert [s.key for s in index.samples] == [f"id{seed}" for seed in range(6)] and index.rejected == ()
     reader = ShardReader(tmp_path / "out", index, SPEC, target.geometry)
-    reader.verify()
+    assert_whole(reader)
     for number, r in enumerate(records):
         alone = target.features([r["tokens"]], SPEC, [r["turn"]])[0]
         for name, tensor in reader.read(number).items():
@@ -107,7 +108,7 @@ def test_conversations_with_features_that_are_not_finite_are_quarantined(tiny_ta
     assert [s.key for s in index.samples] == ["id0", "id1", "id3"]
     (left_out,) = index.rejected
     assert left_out.line == 3 and left_out.reason.startswith("NaN or infinity in hidden.1, hidden.2, key.3") and "id2" in left_out.record
-    ShardReader(tmp_path / "out", index, SPEC, target.geometry).verify()
+    assert_whole(ShardReader(tmp_path / "out", index, SPEC, target.geometry))
 
 
 def test_a_key_is_the_id_or_else_the_place(target: Target, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from kvshot_ds.features.shard import ShardSet
 from kvshot_ds.files import names
 from kvshot_ds.target import weights_digest
 from tests.data_prep.captures import ASIDE, Driver, data_set, family, recipe, when, workers_of, write_prepared
+from tests.features.shards import assert_whole
 
 TRAIN, HELDOUT = 90, 11
 SHARDS = 34
@@ -69,7 +70,7 @@ def test_a_capture_is_complete_and_counted(whole: tuple[Path, CaptureSummary], t
     assert {i: int(n) for i, n in enumerate(counts) if n} == dict(labels)
     assert summary.rows == sum(split.rows for split in manifest.splits.values()) and manifest.splits["train"].rows == int(counts.sum())
     train = ShardSet.open(folder, "train")
-    train.verify()
+    assert_whole(train)
     ids = [json.loads(line)["id"] for line in (prepared / "train.jsonl").read_text().splitlines()]
     assert [s.key for s in train.samples] == [key for number, key in enumerate(ids) if number != 40]
     log = [json.loads(line) for line in (folder / "captures.jsonl").read_text().splitlines()]

@@ -24,6 +24,7 @@ from kvshot_ds.features.shard import ShardSet
 from kvshot_ds.files import location, names, read_json, remove, write_atomic
 from tests.data_prep.captures import Driver, data_set, family, recipe, when, write_prepared
 from tests.data_prep.test_exactly_once import in_this_process
+from tests.features.shards import assert_whole
 from tests.s3 import bucket
 
 SHARDS = 24
@@ -76,7 +77,7 @@ def test_a_url_holds_what_a_folder_holds(
         assert key == other_key and mine.keys() == other.keys() and all(torch.equal(mine[k], other[k]) for k in mine)
     chosen = pickle.loads(pickle.dumps(there)).read(3, ("key.3", "tokens"))[1]  # noqa: S301 - loader processes get the set this way
     assert chosen.keys() == {"key.3", "tokens"} and torch.equal(chosen["key.3"], here.read(3)[1]["key.3"])
-    there.verify()
+    assert_whole(there)
     there.check_bytes()
     assert torch.equal(load_token_counts(folder, 259), load_token_counts(whole, 259))
     assert read_json(folder / "provenance.json")["configuration"]["capture.conversations_per_shard"] == 3
@@ -89,7 +90,7 @@ def test_what_is_missing_or_cut_behind_a_url_is_captured_again(
     wanted = recipe(tiny_target, prepared, folder)
     orchestrate.run(wanted)
     remove(folder / "train-000002.tar")
-    with pytest.raises(KvshotError, match=r"train-000002\.tar: not readable \(.*\); run kvshot capture again"):
+    with pytest.raises(KvshotError, match=r"train-000002\.tar: not readable \(.*\); kvshot data repair .* captures it again"):
         ShardSet.open(folder, "train")
     remove(folder / "train-000003.index.json")
     with pytest.raises(KvshotError, match=r"train-000003\.index\.json: not there; run kvshot capture again"):

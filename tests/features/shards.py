@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
+from kvshot_ds.features.check import check_shard
 from kvshot_ds.features.manifest import SPLITS, Manifest, ShardIndex, Split, SplitCounts, shard_name
-from kvshot_ds.features.shard import ShardWriter
+from kvshot_ds.features.shard import ShardReader, ShardSet, ShardWriter
 from kvshot_ds.features.spec import DTYPES, FeatureSpec, Store, teacher_rows
 from kvshot_ds.geometry import Geometry
 
@@ -30,6 +31,12 @@ def make_sample(seed: int, spec: FeatureSpec = SPEC) -> dict[str, torch.Tensor]:
     found |= {f"query.{layer}": torch.randn(rows, 4, 4, generator=r).to(dtype) for layer in spec.query_layers}
     teacher = {"teacher.hidden": torch.randn(rows, 8, generator=r).to(dtype), "teacher.argmax": found["tokens"][:rows].clone()}
     return found | teacher | {"teacher.lse": torch.randn(rows, generator=r)}
+
+
+def assert_whole(shards: ShardSet | ShardReader) -> None:
+    """Every byte is as it was written, and every tensor can be read."""
+    for reader in shards.readers if isinstance(shards, ShardSet) else (shards,):
+        assert check_shard(reader).faults == ()
 
 
 def write_shard(folder: Path, shard: str, seeds: range) -> ShardIndex:

@@ -17,7 +17,7 @@ from kvshot_ds.errors import KvshotError
 from kvshot_ds.features.codec import CODES, Stored, all_finite, decode, encode, stored_tensors
 from kvshot_ds.features.shard import ShardReader, ShardWriter
 from kvshot_ds.features.spec import FeatureSpec, Store, scale_group, teacher_rows
-from tests.features.shards import GEOMETRY, make_sample
+from tests.features.shards import GEOMETRY, assert_whole, make_sample
 
 EIGHT: tuple[Storage, ...] = ("fp8", "int8")
 LARGEST = {"fp8": 448.0, "int8": 127.0}
@@ -159,7 +159,7 @@ def test_shards_bring_back_what_was_encoded(tmp_path: Path, store: Store) -> Non
     assert {k: v.dtype for k, v in found.items() if k.startswith("value")} == {"value.2": torch.bfloat16}
     some = reader.read(0, ("value.2", "tokens"))
     assert tuple(some) == ("value.2", "tokens") and torch.equal(some["value.2"], wanted["value.2"])
-    reader.verify()
+    assert_whole(reader)
     sample = reader.index.samples[0]
     plain = safetensors.torch.load((tmp_path / "train-000000.tar").read_bytes()[sample.offset : sample.offset + sample.size])
     assert torch.equal((plain["key.2"].float() * plain["key.2.scale"].float()[..., None]).bfloat16(), wanted["key.2"])

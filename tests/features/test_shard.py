@@ -18,7 +18,7 @@ from kvshot_ds.features.manifest import FORMAT, Manifest, ShardIndex
 from kvshot_ds.features.shard import ShardReader, ShardSet, ShardWriter, all_finite
 from kvshot_ds.features.spec import Store
 from tests.features.folders import stored_sample
-from tests.features.shards import GEOMETRY, SPEC, make_sample, make_shards, write_shard
+from tests.features.shards import GEOMETRY, SPEC, assert_whole, make_sample, make_shards, write_shard
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_every_sample_comes_back_in_index_order(folder: Path) -> None:
         key, tensors = shards.read(i)
         assert key == f"c-{seed:04d}" == shards.samples[i].key and same(tensors, make_sample(seed))
         assert (shards.samples[i].tokens, shards.samples[i].rows) == (len(tensors["tokens"]), len(tensors["teacher.lse"]))
-    train.verify()
+    assert_whole(train)
     assert same(pickle.loads(pickle.dumps(train)).read(3)[1], make_sample(3))  # noqa: S301 - loader processes may be spawned
 
 
@@ -131,7 +131,7 @@ def test_a_changed_byte_fails_the_checksum(folder: Path) -> None:
     shards = ShardSet.open(folder, "train")
     change(folder / "train-000000.tar", shards.samples[1].offset + shards.samples[1].size - 2, b"\x11\x11")
     with pytest.raises(KvshotError, match=r"train-000000\.tar: sha256 .* damaged"):
-        shards.verify()
+        shards.check_bytes()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -209,14 +209,14 @@ def test_index_and_manifest_must_agree(folder: Path) -> None:
         ShardSet.open(folder, "train")
 
 
-def test_verify_checks_the_rows_of_the_index(folder: Path) -> None:
+def test_reading_checks_the_rows_of_the_index(folder: Path) -> None:
     path = ShardIndex.path(folder, "heldout-000000.tar")
     value = json.loads(path.read_text())
     value["samples"][0]["rows"] += 1
     path.write_text(json.dumps(value))
     manifest = Manifest.load(folder)
     with pytest.raises(KvshotError, match="expected torch"):
-        ShardReader(folder, ShardIndex.load(folder, "heldout-000000.tar"), manifest.spec, manifest.geometry).verify()
+        ShardReader(folder, ShardIndex.load(folder, "heldout-000000.tar"), manifest.spec, manifest.geometry).read(0)
 
 
 def test_all_finite_on_edges() -> None:
