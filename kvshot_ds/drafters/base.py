@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import zlib
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -40,6 +42,7 @@ class Drafter(nn.Module):
     d2t [V_d] int64: draft id i proposes target id i + d2t[i]; t2d [V] bool: the target ids that can be proposed.
     hidden_layers, source: the target's hidden states that are fused, and its KV cache, where the family reads them.
     own_head: the head is trained and saved with the drafter; otherwise the target's rows are lent by `bind`.
+    lent: the target's embedding [V, d], then, without an own head, the head's rows [V_d, d]; empty before `bind`.
     recompute: layers are recomputed in the backward pass instead of keeping their activations.
     """
 
@@ -58,7 +61,8 @@ class Drafter(nn.Module):
         self.lm_head = nn.Linear(g.hidden_size, draft_vocab_size, bias=False) if own_head else None
         self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(g.vocab_size, dtype=torch.bool))
-        self._lent: list[torch.Tensor] = []
+        self.lent: list[torch.Tensor] = []
+        self._copied: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def required_features(self) -> FeatureSpec:
         """What must have been captured to train this drafter."""
@@ -122,7 +126,7 @@ class Drafter(nn.Module):
     @property
     def head_weight(self) -> torch.Tensor:
         """[V_d, d]: the drafter's own head, or the target's rows of the draft vocabulary."""
-        return self.lm_head.weight if self.lm_head is not None else self._lent[1]
+        return self.lm_head.weight if self.lm_head is not None else self.lent[1]
 
     def logits(self, h: torch.Tensor) -> torch.Tensor:
         """h [N, d] -> logits over the draft vocabulary [N, V_d]."""
@@ -138,13 +142,30 @@ class Drafter(nn.Module):
 
         The draft vocabulary must be set before; of the head, a drafter without its own keeps the rows it proposes.
         """
-        self._lent = [embedding]
+        self.lent = [embedding]
         if self.lm_head is None:
-            self._lent.append(head if len(self.d2t) == len(head) else head[self.draft_ids.to(head.device)])
+            self.lent.append(head if len(self.d2t) == len(head) else head[self.draft_ids.to(head.device)])
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens [n] -> [n, d] in the drafter's dtype."""
-        return F.embedding(tokens, self._lent[0]).to(self.norm.weight.dtype)
+        at, rows = (tokens, self.lent[0]) if self._copied is None else (self._copied[0][tokens], self._copied[1])
+        return F.embedding(at, rows).to(self.norm.weight.dtype)
+
+    def embedded_ids(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Every id that a forward over `tokens` [n] embeds: these, and what a block puts at its masked slots."""
+        return tokens
+
+    @contextmanager
+    def copied_embedding(self, tokens: torch.Tensor) -> Iterator[None]:
+        """Within, `embed` serves the ids of `tokens` [n] alone, from a copy of their rows: the embedding itself has to be there on entry only."""
+        ids = self.embedded_ids(tokens)
+        where = torch.zeros(self.g.vocab_size, dtype=torch.int64, device=ids.device)
+        where[ids] = torch.arange(len(ids), device=ids.device)
+        self._copied = where, self.lent[0][ids]
+        try:
+            yield
+        finally:
+            self._copied = None
 
     def set_vocab(self, draft_ids: torch.Tensor) -> None:
         """Chooses the draft vocabulary: ascending target ids [V_d]."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from kvshot_ds.config import BlockConfig, KVBlockConfig
 from kvshot_ds.drafters.base import Drafter, Unrolled
@@ -55,7 +56,7 @@ class BlockDrafter(Drafter):
         self._take_in(state, start)
         b, rows = self.block_size, start.rows
         anchors = self.embed(start.tokens[start.select])
-        masks = self._mask(anchors.dtype).expand(len(anchors), b - 1, -1)
+        masks = self._mask(anchors).expand(len(anchors), b - 1, -1)
         x = torch.cat((anchors.unsqueeze(1), masks), 1).flatten(0, 1)
         at = self.rotary((rows.positions.unsqueeze(1) + torch.arange(1, b + 1, device=x.device)).flatten())
         for i in range(self.depth):
@@ -72,9 +73,15 @@ class BlockDrafter(Drafter):
             assert layer.self_attn is not None
             state.own[i] = state.own[i].extended(layer.self_attn.key_value(context, at))
 
-    def _mask(self, dtype: torch.dtype) -> torch.Tensor:
-        """What stands at the masked slots [d]."""
-        return self._lent[0][self.mask_token_id].to(dtype) if self.mask_embedding is None else self.mask_embedding
+    def _mask(self, anchors: torch.Tensor) -> torch.Tensor:
+        """What stands at the masked slots [d] beside the embedded `anchors` [n, d]."""
+        if self.mask_embedding is not None:
+            return self.mask_embedding
+        assert self.mask_token_id is not None
+        return self.embed(torch.full((1,), self.mask_token_id, device=anchors.device))[0]
+
+    def embedded_ids(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens if self.mask_token_id is None else F.pad(tokens, (0, 1), value=self.mask_token_id)
 
     def unroll(self, start: Start, tokens: torch.Tensor, extras: Extras = PLAIN) -> Unrolled:
         """The tokens of steps k >= 1 are not read: a block knows its clean token only. K <= B - 1."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,9 +51,10 @@ class DrafterInfo:
     extra: dict[str, Any]
 
 
-def save_drafter(folder: Path, drafter: Drafter, info: DrafterInfo, dtype: torch.dtype) -> None:
-    """Writes model.safetensors and, last, config.json: a folder with a config.json is whole."""
-    tensors = {k: (v.to(dtype) if v.is_floating_point() else v).contiguous().cpu() for k, v in drafter.state_dict().items()}
+def save_drafter(folder: Path, drafter: Drafter, info: DrafterInfo, dtype: torch.dtype, instead: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Writes model.safetensors and, last, config.json: a folder with a config.json is whole. instead: tensors that take the place of the drafter's own."""
+    own = {**drafter.state_dict(), **(instead or {})}
+    tensors = {k: (v.to(dtype) if v.is_floating_point() else v).contiguous().cpu() for k, v in own.items()}
     write_atomic(folder / "model.safetensors", save_tensors(tensors))
     write_json(
         folder / "config.json",

@@ -9,7 +9,7 @@ Work that is done twice to save memory (recomputed layers, recomputed scores) co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -139,10 +139,16 @@ def total(work: dict[str, Flops]) -> Flops:
 def parameters(drafter: Drafter) -> dict[str, int]:
     """Trained parameters by group; every group of `GROUPS` is there."""
     out = dict.fromkeys(GROUPS, 0)
-    for path, module in drafter.named_modules():
-        for name, value in module.named_parameters(recurse=False):
-            out["norms" if isinstance(module, RMSNorm) else _group(f"{path}.{name}")] += value.numel()
+    for _, group, value in grouped(drafter):
+        out[group] += value.numel()
     return out
+
+
+def grouped(drafter: Drafter) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """Name, group and value of each parameter."""
+    for path, module in drafter.named_modules():
+        for name, value in module.named_parameters(prefix=path, recurse=False):
+            yield name, "norms" if isinstance(module, RMSNorm) else _group(name), value
 
 
 def _group(name: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -14,6 +16,7 @@ from kvshot_ds.drafters.state import Extras
 from kvshot_ds.features.batch import Batch
 from kvshot_ds.features.spec import FeatureSpec
 from kvshot_ds.objectives.alignment import RowPlan, training_start
+from kvshot_ds.objectives.frozen import Frozen
 from kvshot_ds.objectives.losses import BestTokens, HeadInput, HeadOutput, Teacher, head_loss, token_confidence
 from kvshot_ds.objectives.weights import step_weights
 from kvshot_ds.target import TargetParts
@@ -68,11 +71,34 @@ class Objective(nn.Module):
         # Lent, not owned: neither a parameter nor saved with the drafter.
         self._target_norm = [target_norm]
         self._teacher_head: list[torch.Tensor] = []
+        self.frozen: Frozen | None = None
         if drafter.lm_head is None:
             self._teacher_head.append(drafter.head_weight)
         elif target_head is not None:
             whole = len(drafter.d2t) == len(target_head)
             self._teacher_head.append(target_head if whole else target_head[drafter.draft_ids].contiguous())
+
+    def share_frozen(self) -> None:
+        """Makes the target's parts frozen parameters of this module, before a ZeRO-3 engine is made of it; see Frozen."""
+        lent, heads = self.drafter.lent, self._teacher_head
+        self.frozen = Frozen(list({id(t): t for t in (*lent, *heads)}.values()))
+        as_parameter = dict(zip(dict.fromkeys(map(id, (*lent, *heads))), self.frozen, strict=True))
+        for tensors in (lent, heads):
+            tensors[:] = [as_parameter[id(t)] for t in tensors]
+
+    @contextmanager
+    def _embedding(self, plan: RowPlan) -> Iterator[None]:
+        """Within, the drafter embeds the plan's tokens."""
+        with ExitStack() as stack:
+            if self.frozen is not None:
+                with self.frozen.whole(self.drafter.lent[0]):
+                    stack.enter_context(self.drafter.copied_embedding(torch.cat((plan.next_tokens, plan.tokens.flatten()))))
+            yield
+
+    def _heads(self) -> AbstractContextManager[None]:
+        """Within, the target's head rows are there."""
+        heads = (*self.drafter.lent[1:], *self._teacher_head)
+        return self.frozen.whole(*heads) if self.frozen is not None and heads else nullcontext()
 
     def required_features(self) -> FeatureSpec:
         """What the drafter needs, and what the objective needs besides."""
@@ -81,9 +107,10 @@ class Objective(nn.Module):
     def unroll(self, batch: Batch, plan: RowPlan) -> Unrolled:
         """All steps at the planned rows. Offline, step k of row t is step 0 of row t + k: what the target gave it, not the drafter."""
         start, extras = training_start(batch, plan), Extras(self.config.kv_branch_weight > 0, self.config.query_distill_weight > 0)
+        with self._embedding(plan):
+            first = self.drafter.unroll(start, plan.tokens if plan.shifted is None else plan.tokens[:1], extras)
         if plan.shifted is None:
-            return self.drafter.unroll(start, plan.tokens, extras)
-        first = self.drafter.unroll(start, plan.tokens[:1], extras)
+            return first
 
         def spread(x: torch.Tensor) -> torch.Tensor:
             return x[0][plan.shifted]
@@ -92,10 +119,14 @@ class Objective(nn.Module):
 
     def forward(self, batch: Batch, plan: RowPlan, normaliser: torch.Tensor) -> Output:
         """loss = sum over steps and rows of weight * loss / normaliser (scalar tensor: supervised rows over all ranks and micro-steps)."""
+        unrolled = self.unroll(batch, plan)
+        with self._heads():
+            return self._judged(unrolled, batch, plan, normaliser)
+
+    def _judged(self, unrolled: Unrolled, batch: Batch, plan: RowPlan, normaliser: torch.Tensor) -> Output:
         d, config = self.drafter, self.config
         teacher = Teacher(self._signal(batch), batch.teacher_argmax, self._draft_index[0][plan.labels])
         judged = teacher.label >= 0 if config.loss == "hard_ce" else d.t2d[batch.teacher_argmax]
-        unrolled = self.unroll(batch, plan)
         normed = self._at_picks(unrolled.h, plan)
 
         def confidence() -> torch.Tensor:

@@ -31,7 +31,7 @@ class Slow:
     def __init__(self, drafter, config, tokens, hidden, keys, values):
         self.w = {k: v.double() for k, v in drafter.state_dict().items()}
         self.g, self.config, self.tokens, self.hidden, self.keys, self.values = drafter.g, config, tokens, hidden, keys, values
-        self.embedding, self.depth = drafter._lent[0].double(), config.depth
+        self.embedding, self.depth = drafter.lent[0].double(), config.depth
         self.self_path = "layers.0.self_attn.q_proj.weight" in self.w
         self.cross_path = "layers.0.cross_attn.q_proj.weight" in self.w
         self.wide = "layers.0.hidden_norm.weight" in self.w

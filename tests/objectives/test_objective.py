@@ -19,7 +19,7 @@ def setup(name="hybrid-1", chunk=1024):
     drafter = toys.drafter(name, g)
     batch = toys.batch(g).to("cpu", torch.float64)
     head = torch.randn(toys.VOCAB, g.hidden_size, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    drafter.bind(drafter._lent[0], head)
+    drafter.bind(drafter.lent[0], head)
     logits = batch.teacher_hidden @ head.T
     object.__setattr__(batch, "teacher_argmax", logits.argmax(-1))
     object.__setattr__(batch, "teacher_lse", logits.logsumexp(-1))
