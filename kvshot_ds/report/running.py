@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvshot_ds.report import blocks as b
 from kvshot_ds.report.blocks import Block, Cell, Code, Details, Figure, LegendItem, Panel, Row, Table, Text
 from kvshot_ds.report.figures import Chart, Series
@@ -112,13 +114,19 @@ def objective_words(run: Run) -> str:
     return ", ".join([o.loss, f"{o.steps} steps", weights, rows, *added])
 
 
+def _resumed(starts: list[Any]) -> str:
+    """Where a run was continued, and on how many ranks; older versions wrote the steps alone."""
+    each = (f"{start['step']} on {start['world_size']}" if isinstance(start, dict) else str(start) for start in starts)
+    return ", ".join(each)
+
+
 def _training_table(runs: tuple[Run, ...]) -> Table:
     rows = []
     for run in runs:
         if (t := run.train) is None:
             continue
         counts = [b.counted(t.get(key)) for key in ("steps", "tokens", "supervised_rows", "draft_vocab_size")]
-        coverage, resumed = t.get("draft_vocab_coverage"), ", ".join(map(str, t.get("resumed_from") or []))
+        coverage, resumed = t.get("draft_vocab_coverage"), _resumed(t.get("resumed_from") or [])
         rest = (Cell(b.percent(coverage), value=coverage), b.counted(t.get("world_size")), Cell(b.duration(t.get("seconds")), value=t.get("seconds")))
         cells = (Cell(run.name), Cell(objective_words(run)), b.counted((t.get("parameters") or {}).get("trainable")), *counts, *rest, Cell(resumed or "no"))
         rows.append(Row(cells, style=run.style))

@@ -1,26 +1,51 @@
-"""Checkpoints that a kill at any moment cannot spoil: written under a new tag, made current by one atomic rename."""
+"""Checkpoints that a kill at any moment cannot spoil: written aside, on the disk before they get their name, named by `latest` last."""
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from safetensors.torch import save as save_tensors
 
+from kvshot_ds.config import Recipe, dump_recipe
 from kvshot_ds.errors import KvshotError
-from kvshot_ds.files import read_json, write_json
+from kvshot_ds.files import read_json, write_atomic, write_json
+from kvshot_ds.training import heldout, rng, universal
+from kvshot_ds.training.ema import Average
+from kvshot_ds.training.engine import World
+from kvshot_ds.training.schedule import Schedule
+from kvshot_ds.training.verification import told_by_first
 
-_CURRENT = "current.json"
+FORMAT = "kvshot-checkpoint/1"
+_TAG = re.compile(r"step-\d{8}")
+_MEASURE = {"mat": "heldout/mat", "mat_joint": "heldout/mat_joint", "alpha_0": "heldout/accept_top1/0", "loss": "heldout/loss"}
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A later start of a run: after which step it went on, on how many ranks."""
+
+    step: int
+    world_size: int
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is and what it took, over all its starts. resumed_from: steps at which it was taken up again.
+    """How far a run is and what it took, over all its starts.
 
     padding: tokens computed that count for nothing (conversations are laid end to end, so only the stand-ins of uneven ranks).
+    skipped_conversations: left out because their data could not be read, each as often as its turn came.
     """
 
     step: int = 0
@@ -28,60 +53,295 @@ class Progress:
     tokens: int = 0
     supervised_rows: int = 0
     padding: int = 0
-    resumed_from: tuple[int, ...] = ()
+    resumed_from: tuple[Resumed, ...] = ()
+    skipped_conversations: int = 0
 
     @property
     def padding_share(self) -> float:
         return self.padding / max(1, self.padding + self.tokens)
 
 
-def save(folder: Path, engine: Any, progress: Progress, rank: int, keep: int) -> None:
-    """Engine state (weights, optimizer, schedule) after `progress.step` optimizer steps. All ranks call it; the newest `keep` stay."""
-    tag = f"step-{progress.step:08d}"
+@dataclass(frozen=True)
+class State:
+    """state.json of a checkpoint. loader: `Schedule.state`; heldout: what was measured after this very step; files: bytes of each other file."""
+
+    tag: str
+    progress: Progress
+    world_size: int
+    zero_stage: int
+    precision: str
+    train_digest: str
+    loader: dict[str, int | str]
+    heldout: dict[str, float] | None
+    files: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Best:
+    """best.json: the checkpoint that `keep_checkpoints` does not remove, and what it was chosen by."""
+
+    tag: str
+    metric: str
+    value: float
+    step: int
+
+
+def read_state(folder: Path) -> State:
+    """state.json of a whole checkpoint. Raises KvshotError, saying what is missing, if it is none."""
     try:
-        engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
-    except (OSError, RuntimeError) as error:  # torch's writer reports a full disk as a RuntimeError
-        raise KvshotError(f"{folder / tag}: the checkpoint cannot be written ({error}); is the disk full? The one before it stays") from None
-    dist.barrier()
-    if rank == 0:
-        write_json(folder / _CURRENT, {"tag": tag, "world_size": dist.get_world_size(), "progress": asdict(progress)})
-        for old in sorted(folder.glob("step-*"))[:-keep]:
-            shutil.rmtree(old)
-    dist.barrier()
+        found = read_json(folder / "state.json")
+        if found.pop("format") != FORMAT:
+            raise KvshotError(f"{folder / 'state.json'}: expected format {FORMAT!r}; it was written by another version of kvshot-ds")
+        progress = found.pop("progress")
+        resumed = tuple(Resumed(**start) for start in progress.pop("resumed_from"))
+        state = State(progress=Progress(**progress, resumed_from=resumed), **found)
+    except (OSError, TypeError, KeyError, AttributeError) as error:
+        raise KvshotError(f"{folder}: no readable state.json ({type(error).__name__}: {error})") from None
+    if state.tag != folder.name:
+        raise KvshotError(f"{folder}: its state.json is that of {state.tag}")
+    for name, size in state.files.items():
+        there = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if there != size:
+            raise KvshotError(f"{folder}: {name} {'is missing' if there is None else f'has {there} bytes'}, expected {size} bytes")
+    return state
 
 
-def load(folder: Path, engine: Any) -> Progress:
-    """Restores the current checkpoint and returns its progress; a fresh one where there is none. Half-written ones are not looked at.
+def find(folder: Path) -> tuple[State | None, list[str]]:
+    """The checkpoint to continue from, if there is any, and what is to be said about it: the one that `latest` names, or else the newest whole one.
 
-    Raises KvshotError if it was written by another number of ranks, or if DeepSpeed cannot read it.
+    Raises KvshotError if there are checkpoints and none is whole.
     """
-    if not exists(folder):
-        return Progress()
-    current = read_json(folder / _CURRENT)
-    where = folder / current["tag"]
-    progress = Progress(**{**current["progress"], "resumed_from": (*current["progress"]["resumed_from"], current["progress"]["step"])})
-    if current["world_size"] != dist.get_world_size():
-        raise KvshotError(
-            f"{folder}: the checkpoint at step {progress.step} was written by {current['world_size']} rank(s), this run has {dist.get_world_size()}; "
-            f"continue with {current['world_size']}, or give the run another name"
-        )
-    try:
-        path, _ = engine.load_checkpoint(str(folder), tag=current["tag"])
-    except (OSError, RuntimeError, AssertionError, EOFError, KeyError, UnpicklingError) as error:
-        raise KvshotError(f"{where}: DeepSpeed cannot read this checkpoint ({error}); delete {folder} to start again") from None
-    if path is None:
-        raise KvshotError(f"{where}: DeepSpeed found no checkpoint there although {_CURRENT} names it; delete {folder} to start again")
-    return progress
+    named = (folder / "latest").read_text(encoding="utf-8").strip() if (folder / "latest").is_file() else ""
+    tags = sorted((path.name for path in folder.glob("step-*") if _TAG.fullmatch(path.name)), reverse=True)
+    if not tags and not named:
+        return None, []
+    faults = []
+    for tag in dict.fromkeys([named, *tags] if _TAG.fullmatch(named) else tags):
+        try:
+            state = read_state(folder / tag)
+        except KvshotError as error:
+            faults.append(str(error))
+            continue
+        return state, [f"{'; '.join(faults)}: continuing from {tag} instead"] if faults else []
+    raise KvshotError(f"no checkpoint in {folder} is whole: {'; '.join(faults) or f'latest names {named!r}'}; delete {folder} to start again")
 
 
 def exists(folder: Path) -> bool:
-    """Whether there is a checkpoint to continue from."""
-    return (folder / _CURRENT).is_file()
+    """Whether there is a checkpoint, whole or not."""
+    return (folder / "latest").is_file() or any(folder.glob("step-*"))
 
 
-def sweep(folder: Path, step: int) -> list[str]:
-    """Deletes tags newer than the current `step`, left half-written by a killed run. Returns their names."""
-    stale = [p for p in folder.glob("step-*") if p.is_dir() and int(p.name.removeprefix("step-")) > step]
-    for path in stale:
+class Checkpoints:
+    """Those of one run, in RUN/checkpoints. Every rank has one, and all ranks call its methods together.
+
+    found: the checkpoint that this start continues from. notes: what rank 0 is to say about it.
+    """
+
+    engine: Any
+
+    def __init__(self, recipe: Recipe, world: World):
+        """Before the engine is made. Raises KvshotError if there are checkpoints and none is whole."""
+        from kvshot_ds.training.writer import Writer  # brings DeepSpeed, which `finished` does without
+
+        self.recipe, self.world, self.folder = recipe, world, recipe.run_dir / "checkpoints"
+        self.found, self.notes = told_by_first(world, lambda: find(self.folder))
+        beside = recipe.train.checkpoint_writer == "async"
+        self._writer = Writer(beside)
+        self._group = dist.new_group(backend="gloo") if beside else None
+        self._pending: tuple[State, Best | None] | None = None
+
+    def options(self, ds_config: dict[str, Any]) -> dict[str, Any]:
+        """The DeepSpeed configuration of an engine that can load the found one: a universal one, if ZeRO had shared it out to another number of ranks."""
+        resized = self.found is not None and self.found.world_size != self.world.size and self.found.zero_stage > 0
+        return {**ds_config, "checkpoint": {**ds_config.get("checkpoint", {}), **universal.OPTIONS}} if resized else ds_config
+
+    def load(self, engine: Any, schedule: Schedule, ema: Average | None, train_digest: str) -> Progress:
+        """Restores the found checkpoint, if any, into all of these, and removes what killed starts left.
+
+        Raises KvshotError if it is of another run, stands elsewhere in the data, or cannot be read.
+        """
+        self.engine, self.schedule, self.ema, self.train_digest = engine, schedule, ema, train_digest
+        engine.checkpoint_engine = self._writer
+        progress = Progress()
+        if self.found is not None:
+            where, progress = self.folder / self.found.tag, self.found.progress
+            if self.found.train_digest != train_digest:
+                raise KvshotError(
+                    f"{where} belongs to another drafter or run (its digest is {self.found.train_digest}, this run's {train_digest}); "
+                    f"move it away, or give this run another name"
+                )
+            schedule.check(self.found.loader, progress.step)
+            failed = ""
+            try:
+                self._restore(self.found, where)
+            except KvshotError as error:
+                failed = str(error)
+            if failed := self._first(failed):  # also: no rank reads any more when `_clear` removes what was read
+                raise KvshotError(failed)
+            progress = replace(progress, resumed_from=(*progress.resumed_from, Resumed(progress.step, self.world.size)))
+        self.notes += told_by_first(self.world, lambda: _clear(self.folder, self.found))
+        return progress
+
+    def _restore(self, found: State, where: Path) -> None:
+        engine, resized = self.engine, self.engine.load_universal_checkpoint()
+        folder = self.folder / ".universal" if resized else self.folder
+        if resized:
+            told_by_first(self.world, lambda: universal.convert(where, folder / found.tag))
+        try:
+            with universal.loading(engine) if resized else nullcontext():
+                path, _ = engine.load_checkpoint(str(folder), tag=found.tag)
+        except (OSError, RuntimeError, AssertionError, EOFError, LookupError, ValueError, UnpicklingError) as error:
+            raise KvshotError(f"{where}: DeepSpeed cannot read this checkpoint ({error}); delete it to continue from the one before it") from None
+        if path is None or engine.global_steps != found.progress.step:
+            raise KvshotError(f"{where}: not the checkpoint of step {found.progress.step} that its state.json describes; delete it")
+        if found.world_size == self.world.size:
+            rng.restore(where / f"rng-{self.world.rank:05d}.safetensors")
+        if self.ema is not None:
+            try:
+                self.ema.load([load_file(where / f"ema-{rank:05d}.safetensors") for rank in range(found.world_size)])
+            except (OSError, SafetensorError) as error:
+                raise KvshotError(f"{where}: the average of the weights cannot be read ({error}); delete this checkpoint") from None
+
+    def save(self, progress: Progress, best: bool = False) -> None:
+        """Everything that the run needs to go on after `progress.step`. best: `better` said so.
+
+        Raises KvshotError, on every rank, if any rank cannot write; the checkpoints before it stay. With checkpoint_writer=async the
+        files are still being written on return, and `settle` says what came of it.
+        """
+        self.settle(wait=True)
+        tag, rank = f"step-{progress.step:08d}", self.world.rank
+        aside = self.folder / f".{tag}.partial"
+        if rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        try:
+            self.engine.save_checkpoint(str(self.folder), tag=aside.name, save_latest=False, exclude_frozen_parameters=True)
+        except OSError as error:  # of rank 0, in copying DeepSpeed's recovery scripts: the others are in the barrier at its end
+            self._writer.failed(error)
+            dist.barrier()
+        self._writer.put(aside / f"rng-{rank:05d}.safetensors", rng.state())
+        if self.ema is not None:
+            self._writer.put(aside / f"ema-{rank:05d}.safetensors", save_tensors(self.ema.state()))
+        measured, loader = told_by_first(self.world, lambda: self._measured(progress.step)), self.schedule.state(progress.step)
+        chosen = self._best_of(progress.step, measured) if best else None
+        kind = self.engine.zero_optimization_stage(), "bfloat16" if self.engine.bfloat16_enabled() else "float32"
+        self._pending = State(tag, progress, self.world.size, *kind, self.train_digest, loader, measured, {}), chosen
+        if self._group is None:
+            self.settle(wait=True)
+
+    def settle(self, wait: bool = False) -> None:
+        """Gives the checkpoint that `save` began its name once all ranks have written it, or, with `wait`, waits for that."""
+        if self._pending is None:
+            return
+        if self._group is not None and not wait:
+            done = torch.tensor(int(self._writer.done()))
+            dist.all_reduce(done, op=dist.ReduceOp.MIN, group=self._group)
+            if not bool(done):
+                return
+        failed = self._first(self._writer.failure())
+        (state, best), self._pending = self._pending, None
+        told_by_first(self.world, lambda: self._publish(state, best, failed))
+
+    def _first(self, failure: str) -> str:
+        """The failure of the first rank that has one, on all ranks."""
+        every: list[str] = [""] * self.world.size
+        dist.all_gather_object(every, failure)
+        return next((text if self.world.size == 1 else f"rank {rank}: {text}" for rank, text in enumerate(every) if text), "")
+
+    def _publish(self, state: State, best: Best | None, failed: str) -> None:
+        aside, final = self.folder / f".{state.tag}.partial", self.folder / state.tag
+        try:
+            if failed:
+                raise OSError(failed)
+            write_atomic(aside / "recipe.yaml", dump_recipe(self.recipe))
+            files = {path.name: path.stat().st_size for path in sorted(aside.iterdir())}
+            write_json(aside / "state.json", {"format": FORMAT, **asdict(replace(state, files=files))})
+            for path in (*aside.iterdir(), aside):
+                _sync(path)
+            shutil.rmtree(final, ignore_errors=True)  # of a start before this one that went further
+            aside.rename(final)
+            _sync(self.folder)
+            write_atomic(self.folder / "latest", state.tag)
+            if best is not None:
+                write_json(self.folder / "best.json", asdict(best))
+            _sync(self.folder)
+            _prune(self.folder, self.recipe.train.keep_checkpoints)
+        except OSError as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise KvshotError(
+                f"{final}: the checkpoint cannot be written ({error}); the ones before it stay, none is half there: make room, then run the command again"
+            ) from None
+
+    def better(self, step: int) -> bool:
+        """Whether what was measured after `step` is the best so far by `train.keep_best`."""
+        if self.recipe.train.keep_best == "none":
+            return False
+        self.settle(wait=True)
+
+        def compare() -> bool:
+            now, before = self._best_of(step, self._measured(step)), _read_best(self.folder)
+            if now is None or before is None or before.metric != now.metric:
+                return now is not None
+            return now.value < before.value if now.metric == "loss" else now.value > before.value
+
+        return bool(told_by_first(self.world, compare))
+
+    def found_is_best(self) -> None:
+        """Notes that the checkpoint that this start continued from, measured only now, is the best."""
+        step = self.found.progress.step if self.found is not None else 0
+        best = self._best_of(step, told_by_first(self.world, lambda: self._measured(step)))
+        if best is not None and self.world.rank == 0:
+            write_json(self.folder / "best.json", asdict(best))
+
+    def _measured(self, step: int) -> dict[str, float] | None:
+        path = self.recipe.run_dir / heldout.NAME
+        return read_json(path).get(str(step)) if path.is_file() else None
+
+    def _best_of(self, step: int, measured: dict[str, float] | None) -> Best | None:
+        metric = self.recipe.train.keep_best
+        value = (measured or {}).get(_MEASURE.get(metric, ""))
+        return None if value is None else Best(f"step-{step:08d}", metric, value, step)
+
+
+def _read_best(folder: Path) -> Best | None:
+    path = folder / "best.json"
+    return Best(**read_json(path)) if path.is_file() else None
+
+
+def _tags(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("step-*") if _TAG.fullmatch(path.name))
+
+
+def _prune(folder: Path, keep: int) -> None:
+    """Removes all but the newest `keep` checkpoints and the best one."""
+    best = _read_best(folder)
+    for path in _tags(folder)[:-keep]:
+        if best is None or path.name != best.tag:
+            shutil.rmtree(path)
+
+
+def _clear(folder: Path, found: State | None) -> list[str]:
+    """Removes what starts that were killed left, and what lies beyond the checkpoint `found`. Returns what is to be said of it."""
+    shutil.rmtree(folder / ".universal", ignore_errors=True)
+    newer = [path for path in _tags(folder) if found is not None and path.name > found.tag]
+    notes = []
+    for path, why in _left(folder, newer):
         shutil.rmtree(path)
-    return sorted(p.name for p in stale)
+        notes.append(f"dropped {why} {path.name}")
+    best = _read_best(folder)
+    if best is not None and not (folder / best.tag).is_dir():
+        (folder / "best.json").unlink()
+    return notes
+
+
+def _left(folder: Path, newer: list[Path]) -> Iterator[tuple[Path, str]]:
+    yield from ((path, "the half-written checkpoint") for path in sorted(folder.glob(".step-*.partial")))
+    yield from ((path, "a checkpoint beyond the one continued from:") for path in newer)
+
+
+def _sync(path: Path) -> None:
+    """Waits until a file or folder is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

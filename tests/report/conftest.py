@@ -93,7 +93,13 @@ def write_run(work: Path, name: str, drafter: dict[str, Any], target: str = "Som
     folder = work / "runs" / name
     write_eval(folder, name, drafter, target)
     train = {"status": "complete", "steps": 60, "seconds": 61.5, "tokens": 5150, "supervised_rows": 4040, "parameters": {"trainable": 1200000}}
-    more = {"draft_vocab_size": 512, "draft_vocab_coverage": 0.975, "init": {"layers": "random", "head": "target"}, "world_size": 2, "resumed_from": [20]}
+    more = {
+        "draft_vocab_size": 512,
+        "draft_vocab_coverage": 0.975,
+        "init": {"layers": "random", "head": "target"},
+        "world_size": 2,
+        "resumed_from": [{"step": 20, "world_size": 2}],
+    }
     write_json(folder / "train.json", {**train, **more})
     decode = {
         "name": name,
