@@ -2,7 +2,12 @@
 
 
 class KvshotError(Exception):
-    """Something the user can mend: the text says what was expected, what was found, where, and what to do."""
+    """Something the user can mend: the text says what was expected, what was found, where, and what to do.
+
+    told: another rank of the same run has said it already.
+    """
+
+    told = False
 
 
 class ConfigError(KvshotError):
