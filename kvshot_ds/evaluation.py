@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from kvshot_ds import metrics
-from kvshot_ds.config import ObjectiveConfig, Recipe
+from kvshot_ds.config import AnyDrafterConfig, ObjectiveConfig, Recipe
 from kvshot_ds.drafters.build import DrafterInfo, drafters_for, load_drafter
 from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.features.batch import Batch, collate
@@ -23,7 +24,7 @@ from kvshot_ds.features.spec import teacher_rows
 from kvshot_ds.files import read_json, write_json
 from kvshot_ds.metrics import StepCounts
 from kvshot_ds.objectives.alignment import RowPlan, plan_rows
-from kvshot_ds.objectives.objective import Objective, objective_for
+from kvshot_ds.objectives.objective import Objective, Output, objective_for
 from kvshot_ds.provenance import digest, origin
 from kvshot_ds.target import load_parts, weights_digest
 
@@ -109,9 +110,7 @@ def evaluate(recipe: Recipe, folder: Path, place: Path, heldout: ShardSet, bigra
     require(heldout.manifest, drafter.required_features(), info.target_digest)
     parts = load_parts(recipe.target.path, device, torch.float32)
     drafter.bind(parts.embedding, parts.head)
-    # Every supervised row, the drafter's own drift; losses and weights play no part. A block may propose fewer than K.
-    proposes = min(_steps(recipe), getattr(info.config, "block_size", _steps(recipe) + 1) - 1)
-    options = ObjectiveConfig(steps=proposes, head_chunk=recipe.train.objective.head_chunk)
+    options = measuring(recipe, _steps(recipe), info.config)
     objective = objective_for(drafter, options, heldout.manifest.spec, parts)
     held = measure(objective, _steps(recipe), heldout, bigram, recipe.eval.conversations_per_micro_batch, recipe.eval.max_conversations, device, place.name)
     result = {"name": place.name, "digest": stamp, **_summary(recipe, info, drafter, held, bigram), "seconds": time.monotonic() - started}
@@ -132,34 +131,54 @@ def evaluate(recipe: Recipe, folder: Path, place: Path, heldout: ShardSet, bigra
     return result
 
 
+def measuring(recipe: Recipe, steps: int, drafter: AnyDrafterConfig) -> ObjectiveConfig:
+    """The objective that drafters are measured with: every supervised row, the drafter's own drift; losses and weights of training play no part.
+
+    steps: K; a block may propose fewer, and then runs fewer.
+    """
+    proposes = min(steps, getattr(drafter, "block_size", steps + 1) - 1)
+    return ObjectiveConfig(steps=proposes, head_chunk=recipe.train.objective.head_chunk)
+
+
+def measurable(heldout: ShardSet, most: int) -> list[int]:
+    """Numbers of the held-out conversations with supervised rows: the first `most`, 0 for all. Raises KvshotError if there are none."""
+    found = [i for i, s in enumerate(heldout.samples) if s.rows][: most or None]
+    if not found:
+        raise KvshotError("the held-out split holds no supervised rows: nothing to measure")
+    return found
+
+
 @torch.inference_mode()
 def measure(objective: Objective, steps: int, heldout: ShardSet, bigram: Bigram, together: int, most: int, device: torch.device, name: str = "") -> Held:
-    """Counts of every held-out conversation with supervised rows (the first `most`, 0 for all), `together` in one forward.
-
-    Of K = `steps` draft steps; those beyond what the objective runs count as not accepted, in the same denominators.
-    """
-    runs = objective.config.steps
-    chosen = [i for i, s in enumerate(heldout.samples) if s.rows][: most or None]
-    if not chosen:
-        raise KvshotError("the held-out split holds no supervised rows: nothing to measure")
+    """Counts of every held-out conversation with supervised rows (the first `most`, 0 for all), `together` in one forward, of K = `steps` draft steps."""
+    chosen = measurable(heldout, most)
     keys: list[str] = []
     parts, hits = [], []
     wanted = ("tokens", "turn", *heldout.manifest.spec.serving(objective.drafter.required_features()))
-    one = torch.ones((), device=device)
     for at in tqdm(range(0, len(chosen), together), desc=f"eval {name}", unit="batch", mininterval=2):
         batch = collate([heldout.read_packed(i, wanted) for i in chosen[at : at + together]])
-        plan = plan_rows(batch, runs)
-        valid = plan.valid if runs == steps else plan_rows(batch, steps).valid
+        plan = plan_rows(batch, objective.config.steps)
         hits.append(_bigram_hits(batch, plan, bigram))
-        moved = plan.to(device)
-        out = objective(batch.to(device, torch.float32), moved, one)
-        per = torch.zeros(4, len(batch.keys), steps, dtype=torch.float64, device=device)
-        values = torch.zeros(4, len(plan.anchors), steps, dtype=torch.float64, device=device)
-        values[0] = valid.to(device).T
-        values[1:, :, :runs] = torch.stack([x.T.double() for x in (out.correct, out.joint, out.prob)])
-        parts.append(per.index_add_(1, moved.conversation, values).cpu().numpy())
+        parts.append(conversation_sums(objective, batch, plan, steps, device, torch.float32)[:4].cpu().numpy())
         keys.extend(batch.keys)
     return Held(tuple(keys), StepCounts.unstack(np.concatenate(parts, axis=1)), np.concatenate(hits))
+
+
+def conversation_sums(
+    run: Callable[[Batch, RowPlan, torch.Tensor], Output], batch: Batch, plan: RowPlan, steps: int, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    """Sums over the rows of each conversation [5, C, K], fp64 on the device: rows, top1, joint, prob, weighted loss.
+
+    run: the objective's forward, in `dtype`. Of K = `steps` draft steps; those beyond what it runs count as not accepted, in the same denominators.
+    """
+    runs = len(plan.valid)
+    valid = plan.valid if runs == steps else plan_rows(batch, steps).valid
+    moved = plan.to(device)
+    out = run(batch.to(device, dtype), moved, torch.ones((), device=device))
+    values = torch.zeros(5, len(plan.anchors), steps, dtype=torch.float64, device=device)
+    values[0] = valid.to(device).T
+    values[1:, :, :runs] = torch.stack([x.T.double() for x in (out.correct, out.joint, out.prob, out.weighted)])
+    return values.new_zeros(5, len(batch.keys), steps).index_add_(1, moved.conversation, values)
 
 
 def _bigram_hits(batch: Batch, plan: RowPlan, bigram: Bigram) -> npt.NDArray[np.int64]:

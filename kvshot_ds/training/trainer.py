@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -14,9 +13,10 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import ds_configs
-from kvshot_ds.config import Recipe, TrainConfig, dump_recipe, load_recipe
+from kvshot_ds.config import Recipe, TrainConfig, load_recipe
 from kvshot_ds.drafters.base import Drafter
 from kvshot_ds.drafters.build import DrafterInfo, build_drafter, save_drafter
+from kvshot_ds.drafters.cost import cost
 from kvshot_ds.drafters.initial import choose_vocab, initialise
 from kvshot_ds.drafters.warm import WarmReport, warm_start
 from kvshot_ds.errors import ConfigError, KvshotError, Preempted
@@ -26,12 +26,19 @@ from kvshot_ds.files import read_json, write_json
 from kvshot_ds.objectives.objective import Objective, objective_for, required_features
 from kvshot_ds.provenance import digest, stamp
 from kvshot_ds.target import load_geometry, load_parts, weights_digest
-from kvshot_ds.training import checkpoint
-from kvshot_ds.training.checkpoint import Progress
+from kvshot_ds.training import checkpoint, trackers
+from kvshot_ds.training.checkpoint import Checkpoints, Progress
 from kvshot_ds.training.control import Control
+from kvshot_ds.training.ema import Average
 from kvshot_ds.training.engine import World, connect, make_engine, precision
-from kvshot_ds.training.loader import MicroBatch, Schedule, chosen, step_batches
-from kvshot_ds.training.watch import Board, Meter, gates, training_scalars
+from kvshot_ds.training.heldout import Heldout
+from kvshot_ds.training.loader import MicroBatch, step_batches
+from kvshot_ds.training.plan import step_flops
+from kvshot_ds.training.schedule import Schedule
+from kvshot_ds.training.timing import Clock, Workload, peak_flops
+from kvshot_ds.training.traffic import bytes_per_step
+from kvshot_ds.training.verification import left_out, told_by_first
+from kvshot_ds.training.watch import Board, Meter, gate_points, memory, training_scalars
 
 _LOWER = "try a lower train.optim.lr, under another name"
 
@@ -39,6 +46,7 @@ _LOWER = "try a lower train.optim.lr, under another name"
 @dataclass(frozen=True)
 class Setup:
     """Everything that is settled before the first step. coverage: share of the train labels inside the draft vocabulary.
+    left_out: numbers of the samples that are not read; None if one that cannot be read is an error.
 
     warm: what this start took from another drafter; a resumed run takes nothing, its checkpoint holds all weights.
     """
@@ -46,9 +54,13 @@ class Setup:
     recipe: Recipe
     world: World
     shards: ShardSet
+    left_out: frozenset[int] | None
     schedule: Schedule
     objective: Objective
     engine: Any
+    ema: Average | None
+    checkpoints: Checkpoints
+    train_digest: str
     coverage: float
     warm: WarmReport | None
 
@@ -57,18 +69,18 @@ class Setup:
         return self.objective.drafter
 
 
-def train(recipe: Recipe) -> dict[str, Any]:
+def train(recipe: Recipe, control: Control) -> dict[str, Any]:
     """Trains `recipe.train` on this rank, continuing from the newest checkpoint.
 
     Raises ConfigError if the data or the target do not fit the drafter, KvshotError on a loss that is not finite, Preempted when asked to stop.
     """
-    with Control(recipe.train) as control:
-        world = connect(recipe.train.threads_per_rank)
-        control.join(world)
-        setup = prepare(recipe, world)
-        progress = checkpoint.load(recipe.run_dir / "checkpoints", setup.engine)
-        if world.rank == 0:
-            _announce(setup, progress.step)
+    world = connect(recipe.train.threads_per_rank, max(30, 2 * recipe.train.hang_minutes))
+    control.join(world)
+    setup = prepare(recipe, world, control.beat)
+    progress = setup.checkpoints.load(setup.engine, setup.schedule, setup.ema, setup.train_digest)
+    if world.rank == 0:
+        _announce(setup, progress.step)
+    with control.during("step"):
         progress = run_steps(setup, progress, control)
         with control.during("export"):
             return finish(setup, progress)
@@ -84,9 +96,9 @@ def finished(recipe: Recipe) -> dict[str, Any] | None:
         return None  # nothing was trained yet: the folder is free for any configuration
     load_geometry(recipe.target.path, recipe.target.trust_remote_code)  # says what is wrong with the folder, if anything is
     before = read_json(stamped)
-    shards, target_digest = ShardSet.open(recipe.shards_dir, "train"), weights_digest(recipe.target.path)
+    shards = ShardSet.open(recipe.shards_dir, "train", look=False)
     # The source of a warm start may be gone by now; what was taken from it is not.
-    wanted, found = run_digest(recipe, shards, target_digest, before.get("warm_digest", "")), before.get("train_digest")
+    wanted, found = run_digest(recipe, shards, before.get("warm_digest", "")), before.get("train_digest")
     if found != wanted:
         changed = (
             "; ".join(_changed(load_recipe(recipe.run_dir / "recipe.yaml"), recipe)) or "the data, the target, the ds_config file, or the version that wrote it"
@@ -105,51 +117,61 @@ def _changed(before: Recipe, now: Recipe) -> list[str]:
     return [f"{key}: there {there.get(key)}, now {here.get(key)}" for key in {**there, **here} if there.get(key) != here.get(key)]
 
 
-def run_digest(recipe: Recipe, shards: ShardSet, target_digest: str, warm_digest: str) -> str:
-    """Digest of all that shapes the trained weights: options, target, data, and the weights of a warm start."""
-    return digest(json.dumps(recipe.train.shaping(), sort_keys=True), target_digest, shards.digest, repr(ds_configs.load(recipe.train.ds_config)), warm_digest)
+def run_digest(recipe: Recipe, shards: ShardSet, warm_digest: str) -> str:
+    """Digest of all that shapes the trained weights: options, target (that of the features, with which `prepare` compares the folder), data, warm start."""
+    target = shards.manifest.target_digest
+    return digest(json.dumps(recipe.train.shaping(), sort_keys=True), target, shards.digest, repr(ds_configs.load(recipe.train.ds_config)), warm_digest)
 
 
-def prepare(recipe: Recipe, world: World) -> Setup:
-    """Checks the data against the drafter, builds drafter, objective and engine."""
+def prepare(recipe: Recipe, world: World, beat: Callable[[], None] = lambda: None) -> Setup:
+    """Checks the data against the drafter, builds drafter, objective and engine. beat: called as it gets on."""
     config = recipe.train
+    trackers.require(config.trackers)
     ds_config = ds_configs.load(config.ds_config)
     dtype = precision(ds_config)
-    shards = ShardSet.open(recipe.shards_dir, "train")
+    shards = ShardSet.open(recipe.shards_dir, "train", look=False)
     geometry = load_geometry(recipe.target.path, recipe.target.trust_remote_code)
     drafter = build_drafter(config.drafter, geometry, config.draft_vocab_size)
-    target_digest = weights_digest(recipe.target.path)
+    target_digest = told_by_first(world, lambda: weights_digest(recipe.target.path))
     require(shards.manifest, required_features(drafter, config.objective), target_digest)
-    if config.verify_shards and world.rank == 0:
-        shards.check_bytes()
-    sizes = [(s.tokens, s.rows) for s in shards.samples]
-    schedule = Schedule(
-        sizes, config.conversations_per_step, config.conversations_per_micro_batch, world.size, config.epochs, config.max_steps, config.seed,
-        chosen([sample.key for sample in shards.samples], config.max_conversations),
-    )  # fmt: skip
+    schedule = Schedule.of(config, shards, world.size)
+    unreadable = left_out(shards, config, world, beat)
 
     counts = load_token_counts(recipe.shards_dir, geometry.vocab_size)
     parts = load_parts(recipe.target.path, world.device, dtype)
+    beat()
     ids = choose_vocab(counts, config.draft_vocab_size)
     drafter.set_vocab(ids)
     drafter = drafter.to(world.device)  # initialised in fp32, on every rank alike
     initialise(drafter, config.init, parts, config.seed)
-    fresh = not checkpoint.exists(recipe.run_dir / "checkpoints")
+    checkpoints = Checkpoints(recipe, world)
+    fresh = checkpoints.found is None
     warm = warm_start(drafter, config.init.warm_start, config.init.tensors, target_digest) if config.init.warm_start and fresh else None
     drafter.bind(parts.embedding, parts.head)
     equip(drafter.to(dtype), config, ds_config, schedule.steps)
     objective = objective_for(drafter, config.objective, shards.manifest.spec, parts)
-    engine = make_engine(objective, config, ds_config, world, schedule.accumulation, schedule.steps)
-    if world.rank == 0 and fresh:
-        warm_digest = warm.digest if warm else ""
-        train_digest = run_digest(recipe, shards, target_digest, warm_digest)
+    if config.shard_frozen:
+        objective.share_frozen()
+    beat()
+    engine = make_engine(objective, config, checkpoints.options(ds_config), schedule.accumulation, schedule.steps)
+    beat()
+    stamped = recipe.run_dir / "provenance.json"
+    before = read_json(stamped) if stamped.is_file() and not fresh else {}
+    warm_digest = warm.digest if warm else before.get("warm_digest", "")
+    train_digest = run_digest(recipe, shards, warm_digest)
+    if world.rank == 0 and not before:
         stamp(recipe.run_dir, recipe, train_digest=train_digest, warm_digest=warm_digest, warm_start=warm.to_json() if warm else None)
     dist.barrier()
-    return Setup(recipe, world, shards, schedule, objective, engine, float(counts[ids].sum() / counts.sum().clamp_min(1)), warm)
+    ema = Average(drafter, config.optim.ema_decay, world) if config.optim.ema_decay else None
+    coverage = float(counts[ids].sum() / counts.sum().clamp_min(1))
+    return Setup(recipe, world, shards, unreadable, schedule, objective, engine, ema, checkpoints, train_digest, coverage, warm)
 
 
 def equip(drafter: Drafter, config: TrainConfig, ds_config: dict[str, Any], steps: int) -> None:
     """Sets what changes how the drafter is trained and not what it is. Raises ConfigError if it does not fit the run of `steps`."""
+    stage = ds_config.get("zero_optimization", {}).get("stage", 0)
+    if config.shard_frozen and stage != 3:
+        raise ConfigError(f"train.shard_frozen=true needs ZeRO stage 3, train.ds_config={config.ds_config} is stage {stage}; use zero3_fp32 or zero3_bf16")
     drafter.recompute = config.recompute
     gate = getattr(config.drafter, "gate", None)
     if gate is not None and gate.scheduled_steps >= steps:
@@ -161,88 +183,63 @@ def equip(drafter: Drafter, config: TrainConfig, ds_config: dict[str, Any], step
         if layer.cross_attn is not None:
             layer.cross_attn.kv_gradient_scale = config.objective.kv_gradient_scale
     if config.compile:
-        if ds_config.get("zero_optimization", {}).get("stage") == 3:
+        if stage == 3:
             raise ConfigError("train.compile=true does not work with ZeRO stage 3, which gathers weights between the layer's parts; use stage 0, 1 or 2")
         drafter.compile_layers()
 
 
 def run_steps(s: Setup, before: Progress, control: Control) -> Progress:
     """The optimizer steps that are left. Returns the progress of the whole run. Raises Preempted, after a checkpoint, when asked to stop."""
-    config, world, folder = s.recipe.train, s.world, s.recipe.run_dir
+    config, world = s.recipe.train, s.world
     batches = step_batches(
         s.shards, ("tokens", "turn", *s.shards.manifest.spec.serving(s.objective.required_features())), s.schedule, world.rank, config.objective,
-        before.step, config.data_workers, pin=world.device.type == "cuda",
+        before.step, config.data_workers, world.device.type == "cuda", s.left_out,
     )  # fmt: skip
-    clock = Clock(before, world.device)
+    heldout = Heldout(s.recipe, world, s.engine, s.objective, before.step) if config.eval_every else None
     bar = tqdm(total=s.schedule.steps, initial=before.step, unit="step", desc=s.recipe.name, disable=world.rank != 0, mininterval=2)
-    with Board(folder / "tensorboard", world.rank, before.step + 1) as board, bar, closing(batches):
-        board.text("recipe", dump_recipe(s.recipe))
-        meter = Meter(config.objective.steps, world.device)
+    with Board(s.recipe, world, before, s.schedule.steps) as board, bar, closing(batches), (clock := clock_of(s, before)).watch:
+        meter = Meter(config.objective.steps, world.device, clock.watch)
         recent: dict[int, list[str]] = {}  # conversations of the steps since the last point
+        if heldout is not None and before.step and heldout.owed(before.step, before.step == s.schedule.steps):
+            if why := look(heldout, board, bar, clock, control, before.step):
+                raise Preempted(f"{s.recipe.name}: stopped after step {before.step} of {s.schedule.steps} ({why}); the same command continues from there")
+            if s.checkpoints.better(before.step):
+                export_best(s, before)
+                s.checkpoints.found_is_best()
         for step in range(before.step + 1, s.schedule.steps + 1):
-            with control.during("step"):
-                s.drafter.at_step(step - 1)
-                micro_batches = clock.waiting(batches)
-                optimizer_step(s, micro_batches, meter, step)
+            last = step == s.schedule.steps
+            measured = heldout is not None and heldout.due(step, last)
+            logged = meter.looked_at = last or measured or step % config.log_every == 0 or step % config.checkpoint_every == 0
+            control.beat(step)
+            s.drafter.at_step(step - 1)
+            micro_batches = clock.waiting(batches)
+            optimizer_step(s, micro_batches, meter, step)
             recent[step] = [key for m in micro_batches for key in m.batch.keys]
             clock.count(micro_batches)
             bar.update()
             stop = control.agreed()
-            last = step == s.schedule.steps
-            due = not last and (bool(stop) or step % config.checkpoint_every == 0)
-            if step % config.log_every == 0 or due or last:
+            if logged or stop:
                 log_point(s, board, bar, meter, clock, step, recent)
                 recent.clear()
-            if due or last:
                 check_weights(s, step)
-            if due:
+            more = not last
+            if heldout is not None and measured:
+                stop = look(heldout, board, bar, clock, control, step, stop)
+                more = more or bool(stop)  # the look that was left
+            s.checkpoints.settle()
+            best = measured and s.checkpoints.better(step)
+            if best or (more and (bool(stop) or step % config.checkpoint_every == 0)):
+                with control.during("save"), clock.apart():
+                    if best:
+                        export_best(s, clock.progress(step))
+                    s.checkpoints.save(clock.progress(step), best)
+                stop = stop or control.agreed(now=True)  # asked while it was saved: this checkpoint is the one to leave
+            if stop or last:
                 with control.during("save"):
-                    checkpoint.save(folder / "checkpoints", s.engine, clock.progress(step), world.rank, config.keep_checkpoints)
-            if stop and not last:
+                    s.checkpoints.settle(wait=True)
+            if stop and more:
                 raise Preempted(f"{s.recipe.name}: stopped after step {step} of {s.schedule.steps} ({stop}); the same command continues from there")
     return clock.progress(s.schedule.steps)
-
-
-class Clock:
-    """Time, tokens and rows of a run, on the host; summed over ranks when read."""
-
-    def __init__(self, before: Progress, device: torch.device):
-        self.before, self.device, self.stall = before, device, 0.0
-        self.started = self.point = time.monotonic()
-        self.seen = torch.zeros(3, dtype=torch.int64)
-        self.tokens_at_point = 0
-
-    def waiting(self, batches: Iterator[list[MicroBatch]]) -> list[MicroBatch]:
-        """The next step's micro-batches; the time this takes counts as stall."""
-        asked = time.monotonic()
-        step = next(batches)
-        self.stall += time.monotonic() - asked
-        return step
-
-    def count(self, micro_batches: list[MicroBatch]) -> None:
-        for m in micro_batches:
-            tokens = sum(m.batch.lengths)
-            self.seen += torch.tensor([tokens, m.plan.supervised, 0] if m.counted else [0, 0, tokens])
-
-    def reduced(self) -> list[int]:
-        """[tokens, rows, padding tokens] of this start over all ranks. All ranks call it."""
-        total = self.seen.to(self.device, copy=True)
-        dist.all_reduce(total)
-        return total.tolist()
-
-    def rates(self) -> dict[str, float]:
-        """Tokens/s and stall share since the last reading."""
-        now, tokens = time.monotonic(), self.reduced()[0]
-        elapsed = max(now - self.point, 1e-9)
-        out = {"train/tokens_per_s": (tokens - self.tokens_at_point) / elapsed, "train/data_stall_share": self.stall / elapsed}
-        self.point, self.stall, self.tokens_at_point = now, 0.0, tokens
-        return out
-
-    def progress(self, step: int) -> Progress:
-        tokens, rows, padding = self.reduced()
-        b = self.before
-        seconds = b.seconds + time.monotonic() - self.started
-        return Progress(step, seconds, b.tokens + tokens, b.supervised_rows + rows, b.padding + padding, b.resumed_from)
 
 
 def optimizer_step(s: Setup, micro_batches: list[MicroBatch], meter: Meter, step: int) -> None:
@@ -253,15 +250,26 @@ def optimizer_step(s: Setup, micro_batches: list[MicroBatch], meter: Meter, step
     """
     device, dtype = s.world.device, s.drafter.norm.weight.dtype
     rows = torch.full((1,), float(sum(m.plan.supervised for m in micro_batches if m.counted)), device=device)
-    dist.all_reduce(rows)
+    with meter.time("forward"):
+        dist.all_reduce(rows)
     normaliser = rows.clamp_min(1) / (s.world.size * s.engine.gradient_accumulation_steps())
     for number, micro in enumerate(micro_batches, 1):
         plan = micro.plan.to(device)
         s.engine.set_gradient_accumulation_boundary(number == len(micro_batches))
-        out = s.engine(micro.batch.to(device, dtype), plan, normaliser)
-        s.engine.backward(out.loss if micro.counted else out.loss * 0)
-        s.engine.step()
+        with meter.time("forward"):
+            out = s.engine(micro.batch.to(device, dtype), plan, normaliser)
+        with meter.time("backward"):
+            s.engine.backward(out.loss if micro.counted else out.loss * 0)
+        if number == len(micro_batches):
+            meter.before_update(s.drafter, s.engine)
+        with meter.time("optimizer"):
+            s.engine.step()
         meter.add(out, plan, normaliser, micro.counted, step)
+    if s.engine.skipped_steps:
+        keys = ", ".join(key for m in micro_batches for key in m.batch.keys)
+        raise KvshotError(f"the gradient is not finite at step {step} (conversations of this rank: {keys}), and DeepSpeed left the step out; {_LOWER}")
+    if s.ema is not None:
+        s.ema.update()
 
 
 def log_point(s: Setup, board: Board, bar: Any, meter: Meter, clock: Clock, step: int, recent: dict[int, list[str]]) -> None:
@@ -276,16 +284,35 @@ def log_point(s: Setup, board: Board, bar: Any, meter: Meter, clock: Clock, step
             f"the loss is not finite at step {bad} (conversations of this step: {', '.join(recent[bad])}); the last good checkpoint stays in "
             f"{s.recipe.run_dir / 'checkpoints'}; {_LOWER}"
         )
-    norm = s.engine.get_global_grad_norm()
-    scalars |= {"train/lr": float(s.engine.get_lr()[0]), "train/grad_norm": float(norm or 0.0)}
-    gate = [g.float().flatten() for g in gates(s.drafter)]
-    if gate:
-        values = torch.cat(gate)
-        scalars |= {"gate/mean": float(values.mean()), "gate/share_below_0.05": float((values < 0.05).float().mean())}
+    gate, histogram = gate_points(s.drafter)
+    scalars |= meter.optimizer(s.engine.get_global_grad_norm()) | gate | memory(s.world.device) | {"train/epoch": step / s.schedule.steps_per_epoch}
     board.scalars(scalars, step)
-    bar.set_postfix_str(
-        f"loss {scalars['train/loss']:.3f}  a0 {scalars['train/accept_top1/0']:.3f}  MAT {scalars['train/mat']:.2f}  {scalars['train/tokens_per_s']:.0f} tok/s"
-    )
+    board.histogram("gate", histogram, step)
+    shown = (("loss {:.3f}", "train/loss"), ("a0 {:.3f}", "train/accept_top1/0"), ("MAT {:.2f}", "train/mat"), ("{:.0f} tok/s", "train/tokens_per_s"))
+    bar.set_postfix_str("  ".join(text.format(scalars[tag]) for text, tag in shown if tag in scalars))
+
+
+def look(heldout: Heldout, board: Board, bar: Any, clock: Clock, control: Control, step: int, stop: str = "") -> str:
+    """Measures the held-out split after `step`, unless the run is to stop: then it returns why, and the next start measures. All ranks call it."""
+    with control.during("evaluation"), clock.apart():
+        found = stop or heldout.look(step, control)
+    if isinstance(found, str):
+        bar.write(f"{heldout.recipe.name}: the look at the held-out split after step {step} was left ({found})")
+        return found
+    board.scalars(found, step)
+    return ""
+
+
+def clock_of(s: Setup, before: Progress) -> Clock:
+    """The run's clock, which knows what a step costs."""
+    config = s.recipe.train
+    price, ds_config = cost(config.drafter, s.drafter.g, config.draft_vocab_size), ds_configs.load(config.ds_config)
+    trained, frozen = ([getattr(p, "ds_numel", p.numel()) for p in s.objective.parameters() if p.requires_grad is kind] for kind in (True, False))
+    return Clock(before, s.world.device, Workload(
+        flops=lambda lengths, rows: step_flops(price, config.objective.steps, lengths, rows),
+        sent=lambda micro_batches: bytes_per_step(ds_config, trained, s.world.size, micro_batches, frozen),
+        peak=peak_flops(config.peak_tflops, s.world.device),
+    ))  # fmt: skip
 
 
 def check_weights(s: Setup, step: int) -> None:
@@ -311,14 +338,18 @@ def finish(s: Setup, progress: Progress) -> dict[str, Any]:
         "init": config.init.model_dump(mode="json"),
         "warm_start": read_json(folder / "provenance.json").get("warm_start"),  # of the first start
         "padding_share": progress.padding_share,
+        "skipped_conversations": progress.skipped_conversations,
         "world_size": s.world.size,
-        "resumed_from": list(progress.resumed_from),
+        "resumed_from": [asdict(start) for start in progress.resumed_from],
     }
     info = DrafterInfo(
         config.drafter, s.drafter.g, config.draft_vocab_size, s.shards.manifest.target_name, s.shards.manifest.target_digest, {"training": summary}
     )
+    averages = s.ema.whole() if s.ema is not None else {}
     with _whole(s.drafter):
         if s.world.rank == 0:
+            if averages:
+                save_drafter(folder / "drafter_ema", s.drafter, info, s.drafter.norm.weight.dtype, averages)
             save_drafter(folder / "drafter", s.drafter, info, s.drafter.norm.weight.dtype)
             write_json(folder / "train.json", summary)
             print(
@@ -328,6 +359,15 @@ def finish(s: Setup, progress: Progress) -> dict[str, Any]:
             )
     dist.barrier()
     return summary
+
+
+def export_best(s: Setup, progress: Progress) -> None:
+    """Writes the weights as they are now to drafter_best. All ranks call it. Raises KvshotError, on all of them, if that fails."""
+    config, manifest = s.recipe.train, s.shards.manifest
+    training = {"status": "best", "steps": progress.step, "seconds": progress.seconds, "keep_best": config.keep_best, "world_size": s.world.size}
+    info = DrafterInfo(config.drafter, s.drafter.g, config.draft_vocab_size, manifest.target_name, manifest.target_digest, {"training": training})
+    with _whole(s.drafter):
+        told_by_first(s.world, lambda: save_drafter(s.recipe.run_dir / "drafter_best", s.drafter, info, s.drafter.norm.weight.dtype))
 
 
 def _whole(drafter: Drafter) -> AbstractContextManager[Any]:
@@ -341,11 +381,13 @@ def _whole(drafter: Drafter) -> AbstractContextManager[Any]:
 
 
 def _announce(s: Setup, first: int) -> None:
-    stale = checkpoint.sweep(s.recipe.run_dir / "checkpoints", first)
-    if stale:
-        print(f"{s.recipe.name}: dropped half-written checkpoint(s) {', '.join(stale)}")
+    for note in s.checkpoints.notes:
+        print(f"{s.recipe.name}: {note}")
     for line in s.warm.lines() if s.warm else ():
         print(f"{s.recipe.name}: {line}")
+    if s.schedule.idle:
+        idle = f"{s.schedule.idle:.0%} of their places stay empty"
+        print(f"{s.recipe.name}: {s.world.size} rank(s) do not divide a step's {s.schedule.per_step} conversations: {idle}")
     if first:
         print(f"{s.recipe.name}: continuing after step {first} of {s.schedule.steps}")
     print(

@@ -19,7 +19,7 @@ def gradients(recipe: Recipe, step: int) -> dict[str, torch.Tensor]:
     """By parameter, as the optimizer is about to use them (before clipping) in optimizer step `step` (0-based) from the starting weights."""
     from deepspeed.utils import safe_get_full_grad
 
-    world = connect(1)
+    world = connect(1, patience=30)
     s = prepare(recipe, world)
     keys = ("tokens", "turn", *s.shards.manifest.spec.serving(s.objective.required_features()))
     micro_batches = next(step_batches(s.shards, keys, s.schedule, world.rank, recipe.train.objective, step, 0, pin=False))

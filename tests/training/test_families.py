@@ -132,7 +132,7 @@ def test_a_resumed_run_ends_in_the_same_weights(recipe, tmp_path, ds_config):
     whole, broken = recipe("whole", "hybrid_block", **options), recipe("broken", "hybrid_block", **options)
     run(whole)
     run_and_stop(broken, 3)
-    assert run(broken)["resumed_from"] == [2]
+    assert run(broken)["resumed_from"] == [{"step": 2, "world_size": 1}]
     assert_same(weights(broken), weights(whole))
 
 

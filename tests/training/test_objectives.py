@@ -184,7 +184,7 @@ def test_the_gate_schedule_goes_on_where_a_stopped_run_left_it(recipe, monkeypat
     before_each_step(monkeypatch, note)
     run(whole)
     run_and_stop(broken, 5)
-    assert run(broken)["resumed_from"] == [3]
+    assert run(broken)["resumed_from"] == [{"step": 3, "world_size": 1}]
     schedule = [1.0, 1.0, 0.5, 0.375, 0.25, 0.125, 0.0, 0.0]
     assert floors == [{f} for f in (*schedule, *schedule[:5], *schedule[3:])]
     assert_same(weights(broken), weights(whole))

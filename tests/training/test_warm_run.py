@@ -53,7 +53,7 @@ def test_a_resumed_run_needs_no_source_and_reports_what_its_first_start_took(rec
     capsys.readouterr()
     summary = run(broken)
     assert "warm start" not in capsys.readouterr().out
-    assert summary["resumed_from"] == [2] and summary["warm_start"] == wanted["warm_start"]
+    assert summary["resumed_from"] == [{"step": 2, "world_size": 1}] and summary["warm_start"] == wanted["warm_start"]
     assert_same(weights(broken), weights(whole))
 
 

@@ -1,0 +1,46 @@
+"""Norm of the gradient by group of parameters, as it reaches the optimizer: whole, over all ranks, and not yet clipped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kvshot_ds.drafters import cost
+from kvshot_ds.drafters.base import Drafter
+
+GROUPS = (*cost.GROUPS, "cross_kv")  # cross_kv: the cross path's own K and V projections, a part of cross
+
+
+def group_norms(drafter: Drafter, device: torch.device) -> torch.Tensor:
+    """[len(GROUPS)] on the device: root of the sum of squares by group. All ranks call it between the backward pass that ends a step and its update.
+
+    Without cross_kv, the squares add up to that of DeepSpeed's own norm before clipping. Each rank adds the piece of the gradient that it
+    holds, and one sum of these few numbers goes over the ranks.
+    """
+    squares = torch.zeros(len(GROUPS), device=device)
+    for name, group, parameter in cost.grouped(drafter):
+        mine = _piece(parameter)
+        if mine is None:
+            continue
+        square = mine.float().square().sum()
+        squares[GROUPS.index(group)] += square
+        if group == "cross" and (".k_proj" in name or ".v_proj" in name):
+            squares[-1] += square
+    dist.all_reduce(squares)
+    return squares.sqrt_()
+
+
+def _piece(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """What this rank adds of a gradient: its partition under ZeRO 1 to 3; without partitions, rank 0 adds it all."""
+    if hasattr(parameter, "ds_id"):  # ZeRO 3
+        from deepspeed.utils import safe_get_local_grad
+
+        return safe_get_local_grad(parameter)
+    whole = getattr(parameter, "_hp_grad", None)  # DeepSpeed's bf16 optimizer keeps it in fp32, on every rank
+    whole = parameter.grad if whole is None else whole
+    if whole is not None:
+        return whole if dist.get_rank() == 0 else None
+    mapping: Any = getattr(parameter, "_hp_mapping", None)  # ZeRO 1 and 2: None where no piece of this parameter is this rank's
+    return None if mapping is None else mapping.get_lp_grad_fragment(parameter._index_in_param_group)  # type: ignore[attr-defined]
