@@ -1,6 +1,6 @@
 # make demo [TARGET=smollm2|tiny]   the whole way on a small target, on CPU
 # make families [TARGET=...]            the same with one drafter of every family (half an hour for smollm2 on 2 cores)
-# make bench                           attention, a whole training step, capture, reading, preparation and generation against named alternatives (half an hour)
+# make bench                           attention, a whole training step, the trainer's speed and memory, capture, reading, preparation and generation against named alternatives (three quarters of an hour)
 # make test                         everything that has to pass: ruff, mypy, import-linter, pytest
 # make check                        the same without pytest
 # make clean                        removes what make has made here (the cache of targets stays)
@@ -26,6 +26,8 @@ families: $(VENV)/demo.stamp
 bench: $(VENV)/demo.stamp
 	python -m benchmarks.attention
 	python -m benchmarks.step
+	python -m benchmarks.train
+	python -m benchmarks.memory
 	@kvshot target smollm2 "$(KVSHOT_SMOLLM2)"
 	python -m benchmarks.capture --target "$(KVSHOT_SMOLLM2)"
 	python -m benchmarks.read

@@ -26,6 +26,7 @@ import torch
 
 _ROOT = Path(__file__).parents[1]
 MIB = 1 << 20
+_STATUS = Path("/proc/self/status")
 # cpu: of all threads together; with one thread it is what an idle machine would take, whoever else is at work on it.
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -72,21 +73,29 @@ class Options:
         return f"{self.threads} thread(s), {self.clock} clock, median of {self.repeats}"
 
 
-def _high_water() -> int:
+def high_water() -> int:
     """Most bytes this program has held. On Linux not `ru_maxrss`, which starts at what the parent held."""
-    status = Path("/proc/self/status")
-    if status.is_file():
-        return next(int(line.split()[1]) for line in status.read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM")) * 1024
+    if _STATUS.is_file():
+        return _status("VmHWM")
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def resident() -> int:
+    """Bytes that this program holds now. On Linux alone."""
+    return _status("VmRSS")
+
+
+def _status(field: str) -> int:
+    return next(int(line.split()[1]) for line in _STATUS.read_text(encoding="utf-8").splitlines() if line.startswith(field)) * 1024
 
 
 def measure(run: Callable[[], float], mode: Mode) -> Measured:
     """In the child: `run` does the work of the case and returns its value."""
     torch.set_num_threads(mode.threads)
-    start = _high_water()
+    start = high_water()
     value = run()
-    peak = _high_water() - start
+    peak = high_water() - start
     if mode.clock is None:
         return Measured(0.0, peak, value)
     now = CLOCKS[mode.clock]

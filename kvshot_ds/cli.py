@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -82,15 +83,18 @@ def split_overrides(args: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _stage(name: str, module: str, text: str) -> click.Command:
-    def run(recipe: Path, overrides: tuple[str, ...]) -> None:
+    def run(recipe: Path, overrides: tuple[str, ...], on_ray: bool = False) -> None:
         from kvshot_ds.config import load_recipe
 
         resolved = load_recipe(recipe, split_overrides(overrides))
-        importlib.import_module(module).run(resolved)
+        importlib.import_module("kvshot_ds.training.on_ray" if on_ray else module).run(resolved)
 
     more = {"train": RANKS, "prep": SHOW}.get(name)
     kind = PrepCommand if name == "prep" else StageCommand
-    return _with_recipe(kind(name, help=text, callback=run, epilog=f"{COMMON}\n\n{more}" if more else COMMON))
+    command = _with_recipe(kind(name, help=text, callback=run, epilog=f"{COMMON}\n\n{more}" if more else COMMON))
+    if name == "train":
+        command.params.append(click.Option(["--ray", "on_ray"], is_flag=True, help="let Ray place ray.ranks ranks (kvshot config options ray)"))
+    return command
 
 
 class PrepCommand(StageCommand):
@@ -316,6 +320,68 @@ plan.add_command(_PLAN_CAPTURE)
 data.add_command(_PLAN_CAPTURE, "plan")
 
 
+@cli.command()
+@click.option("--folder", type=click.Path(path_type=Path), default=Path("work"), show_default=True, help="where features and runs will lie")
+@_JSON
+def doctor(folder: Path, as_json: bool) -> int:
+    """Tell what of this machine works and what does not, with the fix. Exit status 1 if something fails. Once per rank: srun kvshot doctor."""
+    return int(importlib.import_module("kvshot_ds.doctor").run(folder, as_json))
+
+
+@cli.group(cls=OrderedGroup)
+def runs() -> None:
+    """Tell how training runs stand, from what their folders hold."""
+
+
+@runs.command("list")
+@click.argument("work", type=click.Path(path_type=Path), default=Path("work"))
+@_JSON
+def _runs_list(work: Path, as_json: bool) -> None:
+    """One line for every run at or below WORK (default: work): state, steps, loss, MAT, ranks, times."""
+    module = importlib.import_module("kvshot_ds.runs")
+    found = module.list_runs(work)
+    click.echo(json.dumps([module.to_json(line) for line in found], indent=1) if as_json else "\n".join(module.table(found)))
+
+
+@runs.command("show")
+@click.argument("run", type=click.Path(path_type=Path))
+@_JSON
+def _runs_show(run: Path, as_json: bool) -> None:
+    """Options, progress, last points and checkpoints of the run in folder RUN, and how to watch and continue it."""
+    module = importlib.import_module("kvshot_ds.runs")
+    found = module.read_page(run)
+    click.echo(json.dumps(module.to_json(found), indent=1) if as_json else "\n".join(module.page(found)))
+
+
+@click.option("--target-shape", help="a known target in place of target.path: smollm2-135m, qwen3-8b or llama3.1-8b")
+@click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="ranks, one a device")
+@click.option("--conversations", type=click.IntRange(min=1), help="so many conversations, in place of the captured or prepared ones")
+@click.option("--tokens-per-conversation", type=click.IntRange(min=3), default=1000, show_default=True, help="their length, with --conversations")
+@click.option("--supervised", type=click.FloatRange(0, 1), default=0.6, show_default=True, help="share of their tokens in answers, with --conversations")
+@click.option("--peak-tflops", type=click.FloatRange(min=0), help="peak of one device, for hours; default: train.peak_tflops")
+@click.option("--mfu", type=click.FloatRange(0, 1, min_open=True), default=0.3, show_default=True, help="share of the peak that is reached")
+@click.option("--cpu", "on_cpu", is_flag=True, help="ranks that compute on CPUs; default: where target.device is cpu")
+def _plan_train(
+    recipe: Path, overrides: tuple[str, ...], target_shape: str | None, ranks: int, conversations: int | None, tokens_per_conversation: int,
+    supervised: float, peak_tflops: float | None, mfu: float, on_cpu: bool,
+) -> None:  # fmt: skip
+    """Print steps, FLOPs, hours, bytes sent and, part by part, the memory of a rank that kvshot train RECIPE will take. Needs no weights."""
+    from kvshot_ds.config import load_recipe
+    from kvshot_ds.describe import target_of
+    from kvshot_ds.features.plan import Guess
+
+    module = importlib.import_module("kvshot_ds.training.plan")
+    resolved = load_recipe(recipe, split_overrides(overrides))
+    name, geometry = target_of(resolved, target_shape)
+    guess = Guess(conversations, tokens_per_conversation, supervised) if conversations else None
+    tflops = resolved.train.peak_tflops if peak_tflops is None else peak_tflops
+    hardware = module.Hardware(ranks, tflops, mfu, on_cpu or resolved.target.device == "cpu")
+    click.echo("\n".join(module.lines(module.plan(resolved, name, geometry, guess, hardware))))
+
+
+plan.add_command(_with_recipe(click.command("train")(_plan_train)))
+
+
 def _complain(text: str) -> None:
     rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     click.echo(f"kvshot{f' [rank {rank} of {ranks}]' if ranks != '1' else ''}: {text}", err=True)
@@ -333,7 +399,8 @@ def guarded(call: Callable[[], Any]) -> int:
     except (KvshotError, OSError) as error:
         if debug:
             raise
-        _complain(str(error) if isinstance(error, KvshotError) else f"{error} (KVSHOT_DEBUG=1 shows where)")
+        if not (isinstance(error, KvshotError) and error.told):
+            _complain(str(error) if isinstance(error, KvshotError) else f"{error} (KVSHOT_DEBUG=1 shows where)")
         return Preempted.STATUS if isinstance(error, Preempted) else 2
     except click.ClickException as error:
         error.show()
@@ -348,7 +415,19 @@ def guarded(call: Callable[[], Any]) -> int:
 def main() -> int:
     """Entry point of the `kvshot` script, and of `python -m kvshot_ds.cli` as a launcher starts it on every rank."""
     args = [a for a in sys.argv[1:] if not a.startswith(("--local_rank=", "--local-rank="))]
-    return guarded(lambda: cli.main(args, prog_name="kvshot", standalone_mode=False))
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
+    try:
+        status = guarded(lambda: cli.main(args, prog_name="kvshot", standalone_mode=False))
+    except Exception:
+        if not several:
+            raise
+        traceback.print_exc()
+        status = 1
+    if status and several:  # taking the process group down in good order would wait for ranks that are gone or stuck
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
 if __name__ == "__main__":
