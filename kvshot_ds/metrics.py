@@ -138,6 +138,16 @@ def retention(alphas: Sequence[float | None]) -> float | None:
     return _one(_retention(np.array(alphas, dtype=np.float64)))
 
 
+def points(counts: StepCounts, of: str) -> dict[str, float]:
+    """All of these rates by the tags that they are logged under, which begin with `of`; what is undefined is left out. `counts` are totals [K]."""
+    top1, joints = alpha(counts), joint(counts)
+    found: dict[str, float | None] = {}
+    for name, rates in (("accept_top1", top1), ("accept_prob", accept_prob(counts)), ("accept_joint", joints)):
+        found |= {f"{of}/{name}/{k}": rate for k, rate in enumerate(rates)}
+    found |= {f"{of}/mat": mat(top1), f"{of}/mat_joint": mat_joint(joints), f"{of}/retention": retention(top1)}
+    return {tag: value for tag, value in found.items() if value is not None}
+
+
 def _mat(rates: Array) -> Array:
     return np.asarray(1 + np.cumprod(rates, axis=-1).sum(axis=-1))
 

@@ -89,7 +89,7 @@ def test_ds_configs_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text('{"zero_optimization": {"stage": 1}}')
     assert ds_configs.load(str(path)) == {"zero_optimization": {"stage": 1}}
-    refused = {"{": "not readable as JSON", "[]": "expected a JSON object, found list", '{"gradient_clipping": 1}': "set train.optim.clip instead"}
+    refused = {"{": "not readable as JSON", "[]": "expected a JSON object, found list", '{"gradient_clipping": 1}': r"clipping \(set train\.optim\.clip\)"}
     for text, said in refused.items():
         path.write_text(text)
         with pytest.raises(ConfigError, match=said):

@@ -109,12 +109,8 @@ def finished(recipe: Recipe) -> dict[str, Any] | None:
 
 def _changed(before: Recipe, now: Recipe) -> list[str]:
     """The training options that differ."""
-
-    def flat(value: Any, name: str) -> dict[str, Any]:
-        return {k: v for key, inner in value.items() for k, v in flat(inner, f"{name}.{key}").items()} if isinstance(value, dict) else {name: value}
-
-    there, here = (flat(r.train.shaping(), "train") for r in (before, now))
-    return [f"{key}: there {there.get(key)}, now {here.get(key)}" for key in {**there, **here} if there.get(key) != here.get(key)]
+    there, here = (trackers.options(r.train) for r in (before, now))
+    return [f"train.{key}: there {there.get(key)}, now {here.get(key)}" for key in {**there, **here} if there.get(key) != here.get(key)]
 
 
 def run_digest(recipe: Recipe, shards: ShardSet, warm_digest: str) -> str:

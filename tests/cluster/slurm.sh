@@ -27,6 +27,7 @@ runuser -u munge -- munged --foreground --force --socket="$folder/munge/socket" 
     --pid-file="$folder/munge/pid" --log-file="$folder/munge/log" --seed-file="$folder/munge/seed" 2> "$folder/log/munged" &
 pids+=($!)
 
+# cred_expire is also what a requeued job waits before it starts again, two minutes by default
 cat > "$folder/slurm.conf" <<CONF
 ClusterName=kvshot
 SlurmctldHost=$host(127.0.0.1)
@@ -34,7 +35,7 @@ SlurmUser=root
 SlurmdUser=root
 SlurmctldPort=$port
 AuthType=auth/munge
-AuthInfo=socket=$folder/munge/socket
+AuthInfo=socket=$folder/munge/socket,cred_expire=10
 CryptoType=crypto/munge
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
@@ -44,6 +45,7 @@ AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SwitchType=switch/none
+KillWait=120
 ReturnToService=2
 StateSaveLocation=$folder/state
 SlurmdSpoolDir=$folder/spool/%n

@@ -1,4 +1,4 @@
-"""cluster/ray/submit_capture.sh against a real Ray head with its dashboard, guarded by a token."""
+"""cluster/ray/submit_capture.sh and submit_train.sh against a real Ray head with its dashboard, guarded by a token."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 
-from kvshot_ds.config import dump_recipe
+from kvshot_ds.config import Recipe, dump_recipe
 from kvshot_ds.features.manifest import Manifest
-from tests.data_prep.captures import recipe, write_prepared
+from kvshot_ds.files import read_json
+from tests.data_prep.captures import recipe as capture_recipe
+from tests.data_prep.captures import write_prepared
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.2"  # Ray keeps this one; 127.0.0.1 it would replace by the machine's address
@@ -38,10 +40,11 @@ def free_ports(count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A Ray head. dashboard: its URL. token: what it wants to see."""
+    """A Ray head. dashboard: its URL. token: what it wants to see. address: where it is joined."""
 
     dashboard: str
     token: str
+    address: str
 
     def get(self, path: str, token: str | None = None) -> object:
         request = urllib.request.Request(self.dashboard + path, headers={"Authorization": f"Bearer {self.token if token is None else token}"})
@@ -73,7 +76,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     command += [*flags, "--num-cpus=2", f"--temp-dir={short}", "--object-store-memory=100000000", "--disable-usage-stats"]
     with open(folder / "ray.log", "wb") as log:
         head = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-    found = Cluster(f"http://{HOST}:{ports['dashboard-port']}", token)
+    found = Cluster(f"http://{HOST}:{ports['dashboard-port']}", token, f"{HOST}:{ports['port']}")
     try:
         deadline = time.monotonic() + 120
         while True:
@@ -90,16 +93,20 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         subprocess.run(["rm", "-rf", short], check=True)
 
 
-@pytest.mark.slow
-def test_a_capture_is_submitted_followed_and_succeeds(cluster: Cluster, tiny_target: Path, tmp_path: Path) -> None:
-    prepared = write_prepared(tmp_path / "prepared", 12, 3)
-    (tmp_path / "a recipe.yaml").write_text(dump_recipe(recipe(tiny_target, prepared, tmp_path / "features")))
-    root = tmp_path / "root"  # stands for the repository on the cluster's nodes: a .venv whose programs are these
+def job_environment(cluster: Cluster, root: Path) -> dict[str, str]:
+    """Of whoever submits. root: stands for the repository on the cluster's nodes: a .venv whose programs are these."""
     root.mkdir()
     (root / ".venv").symlink_to(Path(sys.executable).parent.parent)
     environment = {**os.environ, "RAY_API_SERVER_ADDRESS": cluster.dashboard, "RAY_AUTH_TOKEN": cluster.token, "KVSHOT_ROOT": str(root)}
     environment.pop("RAY_ADDRESS", None)
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    return environment | {"PATH": f"{Path(sys.executable).parent}:{environment['PATH']}"}
+
+
+@pytest.mark.slow
+def test_a_capture_is_submitted_followed_and_succeeds(cluster: Cluster, tiny_target: Path, tmp_path: Path) -> None:
+    prepared = write_prepared(tmp_path / "prepared", 12, 3)
+    (tmp_path / "a recipe.yaml").write_text(dump_recipe(capture_recipe(tiny_target, prepared, tmp_path / "features")))
+    environment = job_environment(cluster, tmp_path / "root")
     script = ROOT / "cluster" / "ray" / "submit_capture.sh"
     done = subprocess.run(
         [script, tmp_path / "a recipe.yaml", "capture.workers=1", "capture.tokens_per_batch=128"],
@@ -118,13 +125,35 @@ def test_a_capture_is_submitted_followed_and_succeeds(cluster: Cluster, tiny_tar
     assert refused.value.code in (401, 403)
 
 
-def test_the_script_says_how_it_is_used() -> None:
-    done = subprocess.run([ROOT / "cluster" / "ray" / "submit_capture.sh"], capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stderr.startswith("usage: cluster/ray/submit_capture.sh RECIPE")
-
-
 def test_every_command_of_the_cluster_file_wants_the_token() -> None:
     cluster = yaml.safe_load((ROOT / "cluster" / "ray" / "cluster.yaml").read_text())
     for key in ("head_start_ray_commands", "worker_start_ray_commands"):
         assert cluster[key] and all("RAY_AUTH_MODE=token ray start" in command for command in cluster[key])
     assert "~/.ray/auth_token" in cluster["file_mounts"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_training_is_stopped_with_a_checkpoint_and_the_same_command_goes_on(cluster: Cluster, recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    r = recipe("on_ray", epochs=4, checkpoint_every=1)
+    (tmp_path / "a recipe.yaml").write_text(dump_recipe(r))
+    environment = job_environment(cluster, tmp_path / "root")
+    command = [ROOT / "cluster" / "ray" / "submit_train.sh", tmp_path / "a recipe.yaml", "ray.ranks=2"]
+    submitted = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 240
+    while not (r.run_dir / "checkpoints" / "latest").is_file():
+        assert time.monotonic() < deadline and submitted.poll() is None, submitted.communicate()[0]
+        time.sleep(0.05)
+    (job,) = [j for j in cluster.get("/api/jobs/") if j["type"] == "SUBMISSION"]  # type: ignore[attr-defined]
+    stop = ["ray", "job", "stop", "--address", cluster.dashboard, job["submission_id"]]
+    subprocess.run(stop, env=environment | {"RAY_AUTH_MODE": "token"}, check=True, timeout=240, capture_output=True)
+    said = submitted.communicate(timeout=240)[0]
+    assert re.search(r"on_ray: stopped after step \d+ of 44", said), said
+    assert cluster.get(f"/api/jobs/{job['submission_id']}")["status"] == "STOPPED"  # type: ignore[index]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0 and "continuing after step" in done.stdout, done.stdout + done.stderr
+    summary = read_json(r.run_dir / "train.json")
+    assert summary["world_size"] == 2 and len(summary["resumed_from"]) == 1
+    ray = {"RAY_AUTH_MODE": "token", "RAY_ADDRESS": cluster.address}
+    told = subprocess.run(["kvshot", "doctor", "--folder", tmp_path], env=environment | ray, capture_output=True, text=True, timeout=240, check=False).stdout
+    assert re.search(rf"^ok +ray .*RAY_ADDRESS={cluster.address}; token found.*; 1 nodes, clocks within 0\.\d s", told, flags=re.MULTILINE), told

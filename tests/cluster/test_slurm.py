@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -69,26 +67,6 @@ def test_one_node_has_no_others_and_the_stage_may_be_another(tmp_path: Path) -> 
 def test_the_script_says_how_it_is_used() -> None:
     done = subprocess.run(["bash", SCRIPT], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr.startswith("usage: sbatch cluster/slurm/capture.sbatch RECIPE")
-
-
-@pytest.fixture
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment of a Slurm cluster with two nodes on this machine."""
-    lacking = [program for program in ("munged", "slurmctld", "slurmd", "sbatch", "sinfo") if not shutil.which(program)]
-    if lacking or os.geteuid():
-        pytest.skip(f"Slurm is not installed here ({', '.join(lacking)} not found)" if lacking else "a Slurm of our own needs root")
-    folder = Path(f"/tmp/kvshot-slurm-{os.getpid()}")
-    folder.mkdir()
-    held = subprocess.Popen([ROOT / "tests" / "cluster" / "slurm.sh", folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert held.stdin and held.stdout
-    try:
-        ready = held.stdout.readline().strip()
-        assert ready == "ready", "\n".join(f"{p.name}: {p.read_text(errors='replace')[-1500:]}" for p in (folder / "log").iterdir())
-        yield {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
-    finally:
-        held.stdin.close()
-        held.wait(timeout=60)
-        shutil.rmtree(folder)
 
 
 @pytest.mark.slow
