@@ -35,7 +35,7 @@ bench: $(VENV)/demo.stamp
 	python -m benchmarks.generate --target "$(KVSHOT_SMOLLM2)"
 
 test: check smollm2
-	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false python -m pytest
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/dev.stamp
 	ruff check .
