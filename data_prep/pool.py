@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import math
 import os
 from collections import Counter, deque
@@ -17,7 +15,7 @@ from typing import Any, Protocol, Self
 from tqdm import tqdm
 
 from kvshot_ds.errors import ConfigError, KvshotError
-from kvshot_ds.files import AnyPath, abandoned, exists, read_json
+from kvshot_ds.files import AnyPath, abandoned, exists, read_json, sole_writer
 
 TRIES = 3  # workers that one unit may lose before the command gives up
 _NUMBERS = count()  # of the actors that this process has started
@@ -180,28 +178,15 @@ def ray_session(section: str, resources: Resources) -> Iterator[None]:
 
 @contextmanager
 def sole_user(folder: AnyPath, command: str) -> Iterator[None]:
-    """Holds the folder's lock, which the system lets go whenever this process ends, and clears what killed writers left.
+    """`files.sole_writer`, and clears what killed writers left.
 
-    Raises ConfigError naming the holder if another process has it. Behind a URL, and on network storage where locks do not work or do not
-    reach, nothing is held: what commands write is the same whoever writes it, and appears whole, so that two of them waste time, no more.
+    Behind a URL, and on network storage where locks do not work or do not reach, nothing is held: what commands write is the same whoever
+    writes it, and appears whole, so that two of them waste time, no more.
     """
     if not isinstance(folder, Path):
         yield
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read(300).strip()
-            raise ConfigError(f"{folder}: another {command} is writing there{f' ({holder})' if holder else ''}; wait for it, or use another folder") from None
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                raise
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {os.uname().nodename}")
-        file.flush()
+    with sole_writer(folder, command):
         clear_leftovers(folder)
         yield
 

@@ -6,7 +6,7 @@ import json
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
@@ -37,6 +37,7 @@ class _Offload(_Section):
 
 
 class _Zero(_Section):
+    _SHARES_OTHERWISE: ClassVar[frozenset[str]] = frozenset({"mics_shard_size", "zero_hpz_partition_size"})
     stage: Literal[0, 1, 2, 3] = 0
     offload_optimizer: _Offload | None = None
     offload_param: _Offload | None = None
@@ -45,6 +46,8 @@ class _Zero(_Section):
     def _fits_the_stage(self) -> _Zero:
         if old := sorted(key for key in self.model_extra or {} if key.startswith("cpu_offload")):
             raise ValueError(f"{', '.join(old)}: use offload_optimizer and offload_param")
+        if shared := sorted(self._SHARES_OTHERWISE & (self.model_extra or {}).keys()):
+            raise ValueError(f"{', '.join(shared)}: checkpoints and weight averages take a rank's share to be one of as many as there are ranks")
         if self.offload_optimizer and self.stage == 0:
             raise ValueError("offload_optimizer needs stage 1, 2 or 3")
         if self.offload_param and self.stage != 3:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import sys
 import traceback
@@ -292,15 +293,31 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
         raise ConfigError(f"--{option.replace('_', '-')}={text}: expected layer numbers such as 1,5, or none") from None
 
 
+class Finite(click.FloatRange):
+    """A range with nan outside, which compares as inside."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
+_CONVERSATIONS = click.IntRange(min=1, max=10_000_000)
+_TOKENS = 1_000_000  # of the longest conversation that is planned for
+
+
 @cli.group()
 def plan() -> None:
     """Tell what a stage will take before it is run."""
 
 
 @click.option("--target-shape", help="a known target in place of target.path: smollm2-135m, qwen3-8b or llama3.1-8b")
-@click.option("--conversations", type=click.IntRange(min=1), help="of so many conversations, in place of the prepared ones")
-@click.option("--tokens-per-conversation", type=click.IntRange(min=2), default=1000, show_default=True, help="their length, with --conversations")
-@click.option("--supervised", type=click.FloatRange(0, 1), default=0.6, show_default=True, help="share of their tokens in answers, with --conversations")
+@click.option("--conversations", type=_CONVERSATIONS, help="of so many conversations, in place of the prepared ones")
+@click.option("--tokens-per-conversation", type=click.IntRange(2, _TOKENS), default=1000, show_default=True, help="their length, with --conversations")
+@click.option("--supervised", type=Finite(0, 1), default=0.6, show_default=True, help="share of their tokens in answers, with --conversations")
 def _plan_capture(
     recipe: Path, overrides: tuple[str, ...], target_shape: str | None, conversations: int | None, tokens_per_conversation: int, supervised: float
 ) -> None:
@@ -355,11 +372,11 @@ def _runs_show(run: Path, as_json: bool) -> None:
 
 @click.option("--target-shape", help="a known target in place of target.path: smollm2-135m, qwen3-8b or llama3.1-8b")
 @click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="ranks, one a device")
-@click.option("--conversations", type=click.IntRange(min=1), help="so many conversations, in place of the captured or prepared ones")
-@click.option("--tokens-per-conversation", type=click.IntRange(min=3), default=1000, show_default=True, help="their length, with --conversations")
-@click.option("--supervised", type=click.FloatRange(0, 1), default=0.6, show_default=True, help="share of their tokens in answers, with --conversations")
-@click.option("--peak-tflops", type=click.FloatRange(min=0), help="peak of one device, for hours; default: train.peak_tflops")
-@click.option("--mfu", type=click.FloatRange(0, 1, min_open=True), default=0.3, show_default=True, help="share of the peak that is reached")
+@click.option("--conversations", type=_CONVERSATIONS, help="so many conversations, in place of the captured or prepared ones")
+@click.option("--tokens-per-conversation", type=click.IntRange(3, _TOKENS), default=1000, show_default=True, help="their length, with --conversations")
+@click.option("--supervised", type=Finite(0, 1), default=0.6, show_default=True, help="share of their tokens in answers, with --conversations")
+@click.option("--peak-tflops", type=Finite(min=0), help="peak of one device, for hours; default: train.peak_tflops")
+@click.option("--mfu", type=Finite(0, 1, min_open=True), default=0.3, show_default=True, help="share of the peak that is reached")
 @click.option("--cpu", "on_cpu", is_flag=True, help="ranks that compute on CPUs; default: where target.device is cpu")
 def _plan_train(
     recipe: Path, overrides: tuple[str, ...], target_shape: str | None, ranks: int, conversations: int | None, tokens_per_conversation: int,
@@ -383,6 +400,8 @@ plan.add_command(_with_recipe(click.command("train")(_plan_train)))
 
 
 def _complain(text: str) -> None:
+    if os.environ.get("KVSHOT_DEBUG", "0") not in ("", "0"):
+        traceback.print_exc()
     rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     click.echo(f"kvshot{f' [rank {rank} of {ranks}]' if ranks != '1' else ''}: {text}", err=True)
 
@@ -390,15 +409,12 @@ def _complain(text: str) -> None:
 def guarded(call: Callable[[], Any]) -> int:
     """Exit status of `call`: 0; 2 with a text on stderr for what a user can mend; 75 when preempted; 130 when interrupted.
 
-    Anything else is a fault of the program and is raised, as is everything if KVSHOT_DEBUG is set.
+    If KVSHOT_DEBUG is set, a traceback stands before the text. Anything else is a fault of the program and is raised.
     """
-    debug = os.environ.get("KVSHOT_DEBUG", "0") not in ("", "0")
     try:
         status = call()
         return status if isinstance(status, int) else 0
     except (KvshotError, OSError) as error:
-        if debug:
-            raise
         if not (isinstance(error, KvshotError) and error.told):
             _complain(str(error) if isinstance(error, KvshotError) else f"{error} (KVSHOT_DEBUG=1 shows where)")
         return Preempted.STATUS if isinstance(error, Preempted) else 2
@@ -406,8 +422,6 @@ def guarded(call: Callable[[], Any]) -> int:
         error.show()
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
-        if debug:
-            raise
         _complain("interrupted; the same command continues where it stopped")
         return 130
 

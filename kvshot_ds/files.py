@@ -7,6 +7,7 @@ and endpoints come from where each store's client looks for them (environment, i
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import mmap
@@ -272,6 +273,39 @@ def _alive(process: int) -> bool:
         return False
 
 
+@contextmanager
+def sole_writer(folder: Path, command: str, patience: float = 0) -> Iterator[None]:
+    """Holds the folder's lock, which the system lets go whenever this process ends. patience: for a process that is just ending [s].
+
+    Raises ConfigError naming the holder if another process has it. On network storage where locks do not work, nothing is held.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    until, told = time.monotonic() + patience, False
+    with open(folder / ".lock", "a+") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read(300).strip()
+                held = f" ({holder})" if holder else ""
+                if time.monotonic() < until:
+                    if not told:
+                        print(f"{folder}: another {command} is writing there{held}; waiting up to {patience:.0f} s for its end", flush=True)
+                    told = True
+                    time.sleep(0.5)
+                    continue
+                raise ConfigError(f"{folder}: another {command} is writing there{held}; wait for it, or use another folder") from None
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                    raise
+            break
+        with suppress(OSError):  # a full disk: then the holder has no name
+            os.truncate(file.fileno(), 0)
+            os.write(file.fileno(), f"process {os.getpid()} on {os.uname().nodename}".encode())
+        yield
+
+
 def write_atomic(path: AnyPath, data: bytes | str) -> None:
     """Writes beside `path`, fsyncs, renames over it; to a URL, sends the whole object. Raises OSError (disk full, no permission) leaving the old file."""
     raw = data.encode("utf-8") if isinstance(data, str) else data
@@ -287,6 +321,8 @@ def write_atomic(path: AnyPath, data: bytes | str) -> None:
             file.flush()
             os.fsync(file.fileno())
         put(beside, path)
+    except OSError as error:  # of a write, which names no file
+        raise OSError(error.errno, error.strerror, str(path)) if error.filename is None else error from None
     finally:
         beside.unlink(missing_ok=True)
 
@@ -336,3 +372,11 @@ def read_json(path: AnyPath) -> Any:
         return json.loads(read_bytes(path).decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise JsonError(f"{path}: not readable as JSON ({error}): damaged; delete it and run the command that wrote it again") from None
+
+
+def read_object(path: AnyPath) -> dict[str, Any]:
+    """The JSON object in `path`. Raises as `read_json`; JsonError also if it is another value."""
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise JsonError(f"{path}: expected a JSON object, found {type(found).__name__}: damaged; delete it and run the command that wrote it again")
+    return found

@@ -16,6 +16,7 @@ from kvshot_ds.errors import ConfigError
 from kvshot_ds.files import JsonError, read_json
 from kvshot_ds.training import status
 from kvshot_ds.training.status import Status
+from kvshot_ds.typed import parse
 
 State = Literal["running", "exporting", "complete", "stopped", "failed", "gone", "silent", "unknown"]
 MEANING: dict[State, str] = {
@@ -26,7 +27,7 @@ MEANING: dict[State, str] = {
     "failed": "",
     "gone": "its process is no longer there (killed, or the machine failed)",
     "silent": "no sign of life for longer than train.hang_minutes",
-    "unknown": "written by a version that kept no status.json, and not complete",
+    "unknown": "no status.json that this version can read, and not complete",
 }
 _LAST = 5  # points shown
 _TAGS = ("train/loss", "train/mat", "train/accept_top1/0", "train/tokens_per_s")
@@ -50,6 +51,15 @@ class RunLine:
     updated: float | None
     resumed_from: tuple[int, ...]
     reason: str
+
+
+@dataclass(frozen=True)
+class _Done:
+    """Of train.json, which a complete run has."""
+
+    steps: int | None
+    ranks: int | None
+    resumed_from: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -80,9 +90,17 @@ def find(work: Path) -> list[Path]:
     return sorted(folder for folder in made if any((folder / name).exists() for name in (status.NAME, "train.json", "checkpoints")))
 
 
+def _line(folder: Path) -> RunLine:
+    """As `read_line`; of a folder that cannot be read, that it cannot, so that one such run does not hide the others."""
+    try:
+        return read_line(folder)
+    except ConfigError as error:
+        return RunLine(str(folder), folder.name, "–", "unknown", None, None, None, None, False, None, None, None, (), str(error))
+
+
 def read_line(folder: Path) -> RunLine:
     """What `list` shows of the run in `folder`. Raises ConfigError if it is none."""
-    recipe, done, found = _recipe(folder), _json(folder / "train.json"), status.read(folder)
+    recipe, done, found = _recipe(folder), _done(folder), status.read(folder)
     drafter, scalars = recipe["train"]["drafter"], found.scalars if found else {}
     heldout = scalars.get("heldout/mat") is not None
     state, reason = _state(folder, recipe, found)
@@ -91,15 +109,15 @@ def read_line(folder: Path) -> RunLine:
         name=str(recipe["name"]),
         drafter=f"{drafter['family']}-{drafter['depth']}",
         state=state,
-        step=found.step if found else done.get("steps"),
-        steps=found.steps if found else done.get("steps"),
+        step=found.step if found else done.steps,
+        steps=found.steps if found else done.steps,
         loss=scalars.get("train/loss"),
         mat=scalars.get("heldout/mat" if heldout else "train/mat"),
         heldout=heldout,
-        ranks=found.ranks if found else done.get("world_size"),
+        ranks=found.ranks if found else done.ranks,
         started=found.started if found else None,
         updated=found.updated if found else _written(folder),
-        resumed_from=tuple(_start(start) for start in done.get("resumed_from", ())) or (found.resumed_from if found else ()),
+        resumed_from=done.resumed_from or (found.resumed_from if found else ()),
         reason=reason,
     )
 
@@ -134,8 +152,7 @@ def read_page(folder: Path) -> RunPage:
         defaults = {}
     train = _flat(recipe["train"])
     options = {f"train.{name}": value for name, value in train.items() if name == "drafter.family" or name not in defaults or defaults[name] != value}
-    heldout = {int(step): values for step, values in _json(folder / "heldout.json").items()}
-    return RunPage(line, options, points(folder / "tensorboard"), heldout, checkpoints(folder / "checkpoints"))
+    return RunPage(line, options, points(folder / "tensorboard"), _heldout(folder / "heldout.json"), checkpoints(folder / "checkpoints"))
 
 
 def points(folder: Path) -> dict[int, dict[str, float]]:
@@ -153,9 +170,16 @@ def points(folder: Path) -> dict[int, dict[str, float]]:
     return {step: out[step] for step in sorted(out)[-_LAST:]}
 
 
+def _heldout(path: Path) -> dict[int, dict[str, float]]:
+    try:
+        return parse(dict[int, dict[str, float]], _json(path))
+    except ValueError:
+        return {}
+
+
 def checkpoints(folder: Path) -> tuple[Checkpoint, ...]:
     """Ascending by step; half-written ones are not among them."""
-    found = {int(path.name.removeprefix("step-")): path for path in folder.glob("step-*") if (path / "state.json").is_file()}
+    found = {int(path.name.removeprefix("step-")): path for path in folder.glob(f"step-{8 * '[0-9]'}") if (path / "state.json").is_file()}
     return tuple(Checkpoint(str(path), step, step == max(found)) for step, path in sorted(found.items()))
 
 
@@ -163,25 +187,32 @@ def _recipe(folder: Path) -> dict[str, Any]:
     path = folder / "recipe.yaml"
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
-        found["name"], found["train"]["drafter"]["family"], found["train"]["drafter"]["depth"]
+        found["name"], found["train"]["drafter"]["family"], found["train"]["drafter"]["depth"], float(found["train"].get("hang_minutes", 30))
     except OSError as error:
         raise ConfigError(f"{folder} is no run folder: {error}; kvshot runs list WORK names those below WORK") from None
-    except (yaml.YAMLError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: expected the resolved recipe of a run, found something else ({type(error).__name__}: {error})") from None
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{path}: expected the resolved recipe of a run, found something else ({why})") from None
     return dict(found)
 
 
 def _json(path: Path) -> dict[str, Any]:
     """{} where there is no readable file: a run may be writing, or older."""
     try:
-        return dict(read_json(path))
+        found = read_json(path)
     except (OSError, JsonError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
-def _start(value: dict[str, int] | int) -> int:
-    """The step of a later start; older versions wrote it alone."""
-    return value["step"] if isinstance(value, dict) else value
+def _done(folder: Path) -> _Done:
+    """What train.json tells, as far as it can be read; older versions wrote the step of a later start alone."""
+    found = _json(folder / "train.json")
+    try:
+        starts = [start["step"] if isinstance(start, dict) else start for start in found.get("resumed_from", ())]
+        return parse(_Done, {"steps": found.get("steps"), "ranks": found.get("world_size"), "resumed_from": starts})
+    except (ValueError, TypeError, KeyError):
+        return _Done(None, None, ())
 
 
 def _written(folder: Path) -> float | None:
@@ -265,7 +296,7 @@ def _when(moment: float | None) -> str:
 
 def list_runs(work: Path) -> list[RunLine]:
     """All runs at or below `work`; those started last come last."""
-    lines = [_shorter(read_line(folder), work) for folder in find(work)]
+    lines = [_shorter(_line(folder), work) for folder in find(work)]
     return sorted(lines, key=lambda line: (line.started or line.updated or 0, line.name))
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from kvshot_ds import __version__, cli
 from kvshot_ds.config import Recipe, load_recipe
-from kvshot_ds.errors import ConfigError, KvshotError
+from kvshot_ds.errors import ConfigError, KvshotError, Preempted
 from kvshot_ds.options import walk
 
 HEAVY = ("torch", "transformers", "ray", "deepspeed", "datasets", "matplotlib", "numpy")
@@ -211,6 +211,7 @@ def raising(error: BaseException) -> Any:
         (KvshotError("mend this"), 2, "kvshot: mend this\n"),
         (PermissionError(13, "Permission denied", "/x"), 2, "kvshot: [Errno 13] Permission denied: '/x' (KVSHOT_DEBUG=1 shows where)\n"),
         (KeyboardInterrupt(), 130, "kvshot: interrupted; the same command continues where it stopped\n"),
+        (Preempted("stopped after step 3"), 75, "kvshot: stopped after step 3\n"),
         (click.Abort(), 130, "kvshot: interrupted; the same command continues where it stopped\n"),
     ],
 )
@@ -218,8 +219,28 @@ def test_guarded(error: BaseException, status: int, said: str, monkeypatch: pyte
     assert cli.guarded(raising(error)) == status
     assert capsys.readouterr().err == said
     monkeypatch.setenv("KVSHOT_DEBUG", "1")
-    with pytest.raises(type(error)):
-        cli.guarded(raising(error))
+    assert cli.guarded(raising(error)) == status  # which schedulers and launchers go by
+    shown = capsys.readouterr().err
+    assert shown.startswith("Traceback") and shown.endswith(said)
+
+
+@pytest.mark.parametrize("stage", ["capture", "train"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--supervised", "nan"), ("--conversations", "1000000000"), ("--tokens-per-conversation", "1000000000"),
+    ],
+)  # fmt: skip
+def test_a_plan_of_absurd_numbers_is_refused(stage: str, option: tuple[str, str]) -> None:
+    arguments = ["plan", stage, "recipes/qwen3_8b/hybrid.yaml", "--target-shape", "qwen3-8b", *option]
+    with pytest.raises(click.BadParameter, match=option[1]):
+        cli.cli.main(arguments, standalone_mode=False)
+
+
+@pytest.mark.parametrize("option", [("--mfu", "nan"), ("--peak-tflops", "nan"), ("--peak-tflops", "inf")])
+def test_a_plan_at_a_speed_that_is_no_number_is_refused(option: tuple[str, str]) -> None:
+    with pytest.raises(click.BadParameter, match="finite"):
+        cli.cli.main(["plan", "train", "recipes/qwen3_8b/hybrid.yaml", *option], standalone_mode=False)
 
 
 def test_faults_of_the_program_keep_their_traceback() -> None:

@@ -72,6 +72,44 @@ def test_a_run_without_a_status_and_a_damaged_one_are_still_listed(recipe, tmp_p
     assert (line.state, line.step, line.steps, line.ranks, line.resumed_from) == ("complete", 5, 5, 4, (2,))
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("recipe.yaml", b": ["),
+        ("recipe.yaml", b"\xff\xfe"),
+        ("recipe.yaml", b"[1]"),
+        ("recipe.yaml", b"name: x\ntrain: {drafter: {family: hybrid, depth: 1}, hang_minutes: long}"),
+        ("status.json", b"[]"),
+        (
+            "status.json",
+            b'{"state": "stopped", "step": 1, "steps": 2, "ranks": 1, "started": 1, "updated": 1, "host": "h", "pid": 1, "began": 1, "scalars": null}',
+        ),
+        ("status.json", b'{"state": "stopped", "step": 1, "steps": 2, "ranks": 1, "started": "x", "updated": 1, "host": "h", "pid": 1, "began": 1}'),
+        ("train.json", b"[]"),
+        ("train.json", b'{"steps": "x", "resumed_from": 5}'),
+        ("heldout.json", b'{"x": {}}'),
+        ("heldout.json", b'{"4": []}'),
+        ("checkpoints/step-x/state.json", b"{}"),
+        ("tensorboard", b""),
+    ],
+)
+def test_one_file_that_is_something_else_hides_no_run(recipe, tmp_path, name, content):
+    sound, odd = folder_of(recipe, "sound"), folder_of(recipe, "odd")
+    left(sound)
+    left(odd)
+    (odd / name).parent.mkdir(parents=True, exist_ok=True)
+    (odd / name).write_bytes(content)
+    assert "\n".join(runs.table(runs.list_runs(tmp_path))).count("hybrid-1") >= 1
+    assert {line.name for line in runs.list_runs(tmp_path)} == {"sound", "odd"}
+    if name == "recipe.yaml":
+        (line,) = (line for line in runs.list_runs(tmp_path) if line.name == "odd")
+        assert line.state == "unknown" and "recipe.yaml: expected" in line.reason and "\n" not in line.reason
+        with pytest.raises(ConfigError, match="expected the resolved recipe"):
+            runs.read_page(odd)
+    else:
+        assert runs.page(runs.read_page(odd))
+
+
 def test_real_runs_from_start_to_end(recipe, tmp_path, capsys):
     """Cut short, taken up again, complete; and the text of both commands."""
     r = recipe("first", "hybrid", eval_every=4)

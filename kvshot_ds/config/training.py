@@ -88,7 +88,9 @@ class GroupConfig(Section):
     tensors: tuple[str, ...] = Field(
         min_length=1, description="patterns of tensor names, for example layers.*.cross_attn.*; the first group that matches counts"
     )
-    lr_scale: float = Field(1.0, ge=0, description="factor on the learning rate; 0 keeps the tensors as they start")
+    lr_scale: float = Field(
+        1.0, ge=0, description="factor on the learning rate; 0 keeps the tensors as they start (their gradients still count in the norm that is clipped)"
+    )
     weight_decay: float | None = Field(None, ge=0, description="decoupled weight decay of these tensors, vectors included; null: as everywhere")
 
 
@@ -174,7 +176,7 @@ class TrainConfig(Section):
     trackers: tuple[Literal["wandb", "mlflow"], ...] = Field((), description="also send the points to these, if they are installed")
     threads_per_rank: int = Field(0, ge=0, le=1024, description="CPU threads of one rank; 0 leaves torch's choice")
     seed: int = Field(0, ge=0, lt=1 << 63, description="seed of weights and data order")
-    verify_shards: bool = Field(True, description="compare every train shard with its checksum once, before the first step")
+    verify_shards: bool = Field(True, description="compare every train shard with its checksum at each start; the ranks share the reading")
 
     @field_validator("drafter", mode="before")
     @classmethod

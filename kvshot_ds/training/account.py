@@ -10,6 +10,7 @@ import torch
 
 from kvshot_ds.config import TrainConfig
 from kvshot_ds.drafters.cost import weightless
+from kvshot_ds.errors import ConfigError
 from kvshot_ds.features.batch import Batch
 from kvshot_ds.features.codec import stored_tensors
 from kvshot_ds.features.spec import FeatureSpec
@@ -96,7 +97,9 @@ def account(
     gradients = Gradients(zero.stage, zero.bucket, allocated, kept, world)
     most, left = pass_bytes(config, g, batch, plan, zero.dtype, on_cpu, gradients)
     frozen = _frozen(config, g, spec, drafter.lm_head is not None)
-    sharded = config.shard_frozen and zero.stage == 3
+    if config.shard_frozen and zero.stage != 3:
+        raise ConfigError(f"train.shard_frozen=true needs ZeRO stage 3, train.ds_config={config.ds_config} is stage {zero.stage}")
+    sharded = config.shard_frozen
     held = _held(config, zero, p, share, filled, max(trainable), accumulation)
     # Shared ones are gathered where they are used: the embedding before there are activations, the head when there are most.
     whole = sum(frozen) / world + max(frozen[1], frozen[0] - most / zero.item) if sharded else sum(frozen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,13 +19,14 @@ from safetensors.torch import load_file
 from safetensors.torch import save as save_tensors
 
 from kvshot_ds.config import Recipe, dump_recipe
-from kvshot_ds.errors import KvshotError
-from kvshot_ds.files import read_json, write_atomic, write_json
+from kvshot_ds.errors import KvshotError, Preempted
+from kvshot_ds.files import abandoned, read_object, write_atomic, write_json
 from kvshot_ds.training import heldout, rng, universal
 from kvshot_ds.training.ema import Average
 from kvshot_ds.training.engine import World
 from kvshot_ds.training.schedule import Schedule
 from kvshot_ds.training.verification import told_by_first
+from kvshot_ds.typed import parse
 
 FORMAT = "kvshot-checkpoint/1"
 _TAG = re.compile(r"step-\d{8}")
@@ -89,13 +90,11 @@ class Best:
 def read_state(folder: Path) -> State:
     """state.json of a whole checkpoint. Raises KvshotError, saying what is missing, if it is none."""
     try:
-        found = read_json(folder / "state.json")
-        if found.pop("format") != FORMAT:
+        found = read_object(folder / "state.json")
+        if found.pop("format", None) != FORMAT:
             raise KvshotError(f"{folder / 'state.json'}: expected format {FORMAT!r}; it was written by another version of kvshot-ds")
-        progress = found.pop("progress")
-        resumed = tuple(Resumed(**start) for start in progress.pop("resumed_from"))
-        state = State(progress=Progress(**progress, resumed_from=resumed), **found)
-    except (OSError, TypeError, KeyError, AttributeError) as error:
+        state = parse(State, found)
+    except (OSError, ValueError) as error:
         raise KvshotError(f"{folder}: no readable state.json ({type(error).__name__}: {error})") from None
     if state.tag != folder.name:
         raise KvshotError(f"{folder}: its state.json is that of {state.tag}")
@@ -111,7 +110,7 @@ def find(folder: Path) -> tuple[State | None, list[str]]:
 
     Raises KvshotError if there are checkpoints and none is whole.
     """
-    named = (folder / "latest").read_text(encoding="utf-8").strip() if (folder / "latest").is_file() else ""
+    named = (folder / "latest").read_text(encoding="utf-8", errors="replace").strip() if (folder / "latest").is_file() else ""
     tags = sorted((path.name for path in folder.glob("step-*") if _TAG.fullmatch(path.name)), reverse=True)
     if not tags and not named:
         return None, []
@@ -119,6 +118,8 @@ def find(folder: Path) -> tuple[State | None, list[str]]:
     for tag in dict.fromkeys([named, *tags] if _TAG.fullmatch(named) else tags):
         try:
             state = read_state(folder / tag)
+        except Preempted:  # asked to stop just now: nothing is wrong with it
+            raise
         except KvshotError as error:
             faults.append(str(error))
             continue
@@ -139,11 +140,11 @@ class Checkpoints:
 
     engine: Any
 
-    def __init__(self, recipe: Recipe, world: World):
-        """Before the engine is made. Raises KvshotError if there are checkpoints and none is whole."""
+    def __init__(self, recipe: Recipe, world: World, beat: Callable[[], None]):
+        """Before the engine is made. beat: called as loading gets on. Raises KvshotError if there are checkpoints and none is whole."""
         from kvshot_ds.training.writer import Writer  # brings DeepSpeed, which `finished` does without
 
-        self.recipe, self.world, self.folder = recipe, world, recipe.run_dir / "checkpoints"
+        self.recipe, self.world, self.beat, self.folder = recipe, world, beat, recipe.run_dir / "checkpoints"
         self.found, self.notes = told_by_first(world, lambda: find(self.folder))
         beside = recipe.train.checkpoint_writer == "async"
         self._writer = Writer(beside)
@@ -174,19 +175,22 @@ class Checkpoints:
             failed = ""
             try:
                 self._restore(self.found, where)
+            except Preempted:
+                raise
             except KvshotError as error:
                 failed = str(error)
             if failed := self._first(failed):  # also: no rank reads any more when `_clear` removes what was read
                 raise KvshotError(failed)
             progress = replace(progress, resumed_from=(*progress.resumed_from, Resumed(progress.step, self.world.size)))
-        self.notes += told_by_first(self.world, lambda: _clear(self.folder, self.found))
+        self.notes += told_by_first(self.world, lambda: _clear(self.folder, self.found, self.recipe.train.keep_checkpoints))
         return progress
 
     def _restore(self, found: State, where: Path) -> None:
         engine, resized = self.engine, self.engine.load_universal_checkpoint()
         folder = self.folder / ".universal" if resized else self.folder
         if resized:
-            told_by_first(self.world, lambda: universal.convert(where, folder / found.tag))
+            told_by_first(self.world, lambda: universal.convert(where, folder / found.tag, self.beat))
+            self.beat()
         try:
             with universal.loading(engine) if resized else nullcontext():
                 path, _ = engine.load_checkpoint(str(folder), tag=found.tag)
@@ -266,9 +270,11 @@ class Checkpoints:
             _sync(self.folder)
             _prune(self.folder, self.recipe.train.keep_checkpoints)
         except OSError as error:
+            free = shutil.disk_usage(self.folder).free / 1e6  # torch's own words for a full disk say nothing of one
             shutil.rmtree(aside, ignore_errors=True)
             raise KvshotError(
-                f"{final}: the checkpoint cannot be written ({error}); the ones before it stay, none is half there: make room, then run the command again"
+                f"{final}: the checkpoint cannot be written ({error}; {free:,.1f} MB were free there); the ones before it stay, none is half there: "
+                f"make room, then run the command again"
             ) from None
 
     def better(self, step: int) -> bool:
@@ -286,15 +292,15 @@ class Checkpoints:
         return bool(told_by_first(self.world, compare))
 
     def found_is_best(self) -> None:
-        """Notes that the checkpoint that this start continued from, measured only now, is the best."""
+        """Notes that the checkpoint that this start continued from is the best."""
         step = self.found.progress.step if self.found is not None else 0
         best = self._best_of(step, told_by_first(self.world, lambda: self._measured(step)))
         if best is not None and self.world.rank == 0:
             write_json(self.folder / "best.json", asdict(best))
+            _prune(self.folder, self.recipe.train.keep_checkpoints)
 
     def _measured(self, step: int) -> dict[str, float] | None:
-        path = self.recipe.run_dir / heldout.NAME
-        return read_json(path).get(str(step)) if path.is_file() else None
+        return heldout.measured(self.recipe.run_dir).get(str(step))
 
     def _best_of(self, step: int, measured: dict[str, float] | None) -> Best | None:
         metric = self.recipe.train.keep_best
@@ -304,7 +310,10 @@ class Checkpoints:
 
 def _read_best(folder: Path) -> Best | None:
     path = folder / "best.json"
-    return Best(**read_json(path)) if path.is_file() else None
+    try:
+        return parse(Best, read_object(path)) if path.is_file() else None
+    except ValueError as error:
+        raise KvshotError(f"{path}: {error}; delete it: the best checkpoint is chosen anew") from None
 
 
 def _tags(folder: Path) -> list[Path]:
@@ -312,16 +321,22 @@ def _tags(folder: Path) -> list[Path]:
 
 
 def _prune(folder: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints and the best one."""
+    """Removes all but the newest `keep` checkpoints and the best one. What cannot be removed (someone reads it) is tried again after the next one."""
     best = _read_best(folder)
     for path in _tags(folder)[:-keep]:
         if best is None or path.name != best.tag:
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def _clear(folder: Path, found: State | None) -> list[str]:
-    """Removes what starts that were killed left, and what lies beyond the checkpoint `found`. Returns what is to be said of it."""
+def _clear(folder: Path, found: State | None, keep: int) -> list[str]:
+    """Removes what starts that were killed left, what lies beyond the checkpoint `found`, and all but `keep`: the disk may be too full for another.
+
+    Returns what is to be said of it.
+    """
     shutil.rmtree(folder / ".universal", ignore_errors=True)
+    for unfinished in folder.parent.rglob(".*.tmp"):  # of drafters above all, which are large
+        if abandoned(unfinished):
+            unfinished.unlink(missing_ok=True)
     newer = [path for path in _tags(folder) if found is not None and path.name > found.tag]
     notes = []
     for path, why in _left(folder, newer):
@@ -330,6 +345,7 @@ def _clear(folder: Path, found: State | None) -> list[str]:
     best = _read_best(folder)
     if best is not None and not (folder / best.tag).is_dir():
         (folder / "best.json").unlink()
+    _prune(folder, keep)
     return notes
 
 

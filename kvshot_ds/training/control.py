@@ -41,7 +41,7 @@ class Control:
     def __init__(self, config: TrainConfig):
         self.config = config
         self.heard = 0  # number of the first signal
-        self.stopping = ""  # why, once all ranks have agreed to stop
+        self.stopping, self.out_of_time = "", False  # why, once all ranks have agreed to stop; whether it is the time limit
         self._began = self._heard_at = time.monotonic()
         self._pulse = Pulse()
         self._before: dict[int, Any] = {}
@@ -159,8 +159,8 @@ class Control:
             work.wait()
         if code := int(flag):
             rank, number = divmod(code, 100)
-            limit = f"the limit of train.max_minutes={self.config.max_minutes:g}"
-            self.stopping = limit if number == _LIMIT else f"{signal.Signals(number).name} to rank {rank - 1}"
+            limit, self.out_of_time = f"the limit of train.max_minutes={self.config.max_minutes:g}", number == _LIMIT
+            self.stopping = limit if self.out_of_time else f"{signal.Signals(number).name} to rank {rank - 1}"
 
 
 def doubtful(error: BaseException | None) -> bool:

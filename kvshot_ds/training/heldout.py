@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,18 @@ from tqdm import tqdm
 
 from kvshot_ds import metrics
 from kvshot_ds.config import Recipe
-from kvshot_ds.errors import ConfigError
+from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.evaluation import conversation_sums, measurable, measuring
 from kvshot_ds.features.batch import collate
 from kvshot_ds.features.shard import ShardSet
-from kvshot_ds.files import read_json, write_json
+from kvshot_ds.files import read_object, write_json
 from kvshot_ds.metrics import StepCounts
 from kvshot_ds.objectives.alignment import plan_rows
 from kvshot_ds.objectives.objective import Objective
 from kvshot_ds.training.control import Control
 from kvshot_ds.training.engine import World
-from kvshot_ds.training.verification import told_by_first
+from kvshot_ds.training.verification import faults, told_by_first
+from kvshot_ds.typed import parse
 
 NAME = "heldout.json"  # in the run folder: step -> what was measured there
 
@@ -34,14 +35,17 @@ class Heldout:
     In the precision of the training; in fp32 the numbers are those of `kvshot eval` to the bit.
     """
 
-    def __init__(self, recipe: Recipe, world: World, engine: Any, objective: Objective, start: int):
-        """start: steps already made. Raises ConfigError if nothing is held out, KvshotError for a damaged shard (train.verify_shards). All ranks call it."""
+    def __init__(self, recipe: Recipe, world: World, engine: Any, objective: Objective, start: int, beat: Callable[[], None]):
+        """start: steps already made. beat: called as it gets on. All ranks call it.
+
+        Raises ConfigError if nothing is held out, KvshotError for a damaged shard (train.verify_shards).
+        """
         self.recipe, self.world, self.engine, self.objective = recipe, world, engine, objective
         self.shards = ShardSet.open(recipe.shards_dir, "heldout")
         if not any(sample.rows for sample in self.shards.samples):
             raise ConfigError(f"train.eval_every={recipe.train.eval_every}, but {recipe.shards_dir} holds out no supervised rows; set it to 0")
-        if recipe.train.verify_shards:
-            told_by_first(world, self.shards.check_bytes)
+        if recipe.train.verify_shards and (found := faults(self.shards, world, every_byte=True, seen=beat)):
+            raise KvshotError("; ".join(found.values()))
         self.steps = recipe.train.objective.steps
         self.options = measuring(recipe, self.steps, recipe.train.drafter)
         told_by_first(world, lambda: _forget(recipe.run_dir, start))
@@ -52,7 +56,7 @@ class Heldout:
 
     def owed(self, step: int, last: bool) -> bool:
         """Whether the start before this one stopped at `step` before it had looked, though it was due. All ranks call it."""
-        return self.due(step, last) and told_by_first(self.world, lambda: str(step) not in _measured(self.recipe.run_dir))
+        return self.due(step, last) and told_by_first(self.world, lambda: str(step) not in measured(self.recipe.run_dir))
 
     def look(self, step: int, control: Control) -> dict[str, float] | str:
         """heldout/… after `step` optimizer steps, the same on all ranks; or why the run is to stop. All ranks call it.
@@ -106,18 +110,24 @@ class Heldout:
             self.objective.config = before
 
 
-def _measured(folder: Path) -> dict[str, dict[str, float]]:
+def measured(folder: Path) -> dict[str, dict[str, float]]:
+    """Step -> what was measured there, in the run `folder`. Raises KvshotError if the file holds something else."""
     path = folder / NAME
-    return read_json(path) if path.is_file() else {}
+    found = read_object(path) if path.is_file() else {}
+    try:
+        parse(dict[int, dict[str, float]], found)
+    except ValueError as error:
+        raise KvshotError(f"{path}: {error}; delete it: what comes is measured as before") from None
+    return found
 
 
 def _remember(folder: Path, step: int, found: dict[str, float]) -> None:
-    write_json(folder / NAME, _measured(folder) | {str(step): found})
+    write_json(folder / NAME, measured(folder) | {str(step): found})
 
 
 def _forget(folder: Path, start: int) -> None:
     """What a start that was lost measured after step `start` is measured again."""
-    found = _measured(folder)
+    found = measured(folder)
     kept = {step: values for step, values in found.items() if int(step) <= start}
     if kept != found:
         write_json(folder / NAME, kept)

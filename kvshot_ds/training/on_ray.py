@@ -19,7 +19,7 @@ from typing import Any
 
 from kvshot_ds.config import RayConfig, Recipe
 from kvshot_ds.errors import ConfigError, KvshotError, Preempted
-from kvshot_ds.training.verdict import _AGAIN
+from kvshot_ds.training.verdict import AGAIN
 
 _GRACE = 60.0  # seconds that the other ranks have to end by themselves once one has failed
 _NOTICE = 60.0  # seconds between remarks while Ray has no room
@@ -226,7 +226,7 @@ def verdict(errors: list[Exception], stopped: str) -> Exception:
     for cause in causes:
         if isinstance(cause, Preempted):
             return Preempted(str(cause))
-    own = [cause for cause in causes if isinstance(cause, KvshotError) and _AGAIN not in str(cause)]
+    own = [cause for cause in causes if isinstance(cause, KvshotError) and AGAIN not in str(cause)]
     if own:  # a rank's complaint about itself, of which the others' ends are the consequence
         return own[0]
     deaths = [error for error in errors if isinstance(error, RayActorError)]

@@ -103,6 +103,7 @@ def plan(recipe: Recipe, name: str, g: Geometry, guess: Guess | None, hardware: 
     spec, sizes = FeatureSpec.resolve(recipe.capture.features, g), None
     if guess:
         sizes = [(guess.tokens, round(guess.tokens * guess.supervised))] * guess.conversations
+        sizes = sizes[: recipe.train.max_conversations or None]
     elif Manifest.path(recipe.shards_dir).is_file():
         shards = ShardSet.open(recipe.shards_dir, "train")
         among = chosen([sample.key for sample in shards.samples], recipe.train.max_conversations)

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from kvshot_ds.files import JsonError, read_json, write_json
+from kvshot_ds.files import read_json, write_json
+from kvshot_ds.typed import parse
 
 NAME = "status.json"
 State = Literal["running", "stopped", "failed", "complete"]
@@ -41,9 +42,8 @@ class Status:
 def read(folder: Path) -> Status | None:
     """What stands in the run folder; None where nothing readable does."""
     try:
-        found: dict[str, Any] = read_json(folder / NAME)
-        return Status(**{**found, "resumed_from": tuple(found.get("resumed_from", ()))})
-    except (OSError, JsonError, TypeError):
+        return parse(Status, read_json(folder / NAME))
+    except (OSError, ValueError):  # JsonError is one
         return None
 
 

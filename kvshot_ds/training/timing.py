@@ -22,8 +22,8 @@ PARTS: tuple[Part, ...] = ("data", "forward", "backward", "optimizer", "communic
 
 # Dense bf16 peaks from the vendors' data sheets [TFLOP/s]; the first name whose words stand in the device's own decides (GH200 and GB200: their GPU).
 PEAKS = {
-    "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H20": 148, "A100": 312, "L40S": 362, "L40": 181, "A10G": 70, "A10": 125, "L4": 121,
-    "RTX 5090": 209, "RTX 4090": 165, "MI300X": 1307,
+    "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H20": 148, "A100": 312, "L40S": 362, "L40": 181,
+    "A10G": 70, "A10": 125, "L4": 121, "RTX 5090": 209, "RTX 4090": 165, "MI300X": 1307,
 }  # fmt: skip
 
 # Methods of a process group through which every collective of torch and DeepSpeed goes.

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from kvshot_ds.config import Recipe, TrainConfig, dump_recipe
 from kvshot_ds.errors import ConfigError
-from kvshot_ds.files import read_json, write_json
+from kvshot_ds.files import read_object, write_json
 from kvshot_ds.training.status import State
 
 Value = bool | int | float | str
@@ -80,8 +80,10 @@ class TensorBoard:
         self._event, self._summary = Event, summary
         folder.mkdir(parents=True, exist_ok=True)
         now = time.time()
+        # TensorBoard reads files in the order of their names: this one comes after those of earlier starts, whatever clock they went by.
+        second = max([int(now), *(int(file.name.split(".")[3]) + 1 for file in folder.glob("events.out.tfevents.[0-9]*.*"))])
         # Unbuffered: what did not fit on the disk is not tried again when the file is closed.
-        self._file = (folder / f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:6]}").open("wb", buffering=0)
+        self._file = (folder / f"events.out.tfevents.{second:010d}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:6]}").open("wb", buffering=0)
         self._records = RecordWriter(self._file)
         self._write(Event(wall_time=now, file_version="brain.Event:2"))
         self._write(Event(wall_time=now, step=first_step, session_log=SessionLog(status=SessionLog.START)))
@@ -195,10 +197,10 @@ def opened(name: str, folder: Path, recipe: Recipe) -> Tracker:
 def _known(folder: Path, name: str) -> str | None:
     """The id under which an earlier start of this run reported to `name`."""
     path = folder / "trackers.json"
-    found = read_json(path).get(name) if path.is_file() else None
+    found = read_object(path).get(name) if path.is_file() else None
     return str(found) if found else None
 
 
 def _remember(folder: Path, name: str, run_id: str) -> None:
     path = folder / "trackers.json"
-    write_json(path, {**(read_json(path) if path.is_file() else {}), name: run_id})
+    write_json(path, {**(read_object(path) if path.is_file() else {}), name: run_id})

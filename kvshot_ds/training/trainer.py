@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from kvshot_ds.drafters.warm import WarmReport, warm_start
 from kvshot_ds.errors import ConfigError, KvshotError, Preempted
 from kvshot_ds.features.manifest import load_token_counts, require
 from kvshot_ds.features.shard import ShardSet
-from kvshot_ds.files import read_json, write_json
+from kvshot_ds.files import read_object, sole_writer, write_json
 from kvshot_ds.objectives.objective import Objective, objective_for, required_features
 from kvshot_ds.provenance import digest, stamp
 from kvshot_ds.target import load_geometry, load_parts, weights_digest
@@ -40,6 +40,7 @@ from kvshot_ds.training.traffic import bytes_per_step
 from kvshot_ds.training.verification import left_out, told_by_first
 from kvshot_ds.training.watch import Board, Meter, gate_points, memory, training_scalars
 
+_ENDING = 120.0  # for another start of the run that is just ending, or whose node died: its lock on network storage lives on for a while [s]
 _LOWER = "try a lower train.optim.lr, under another name"
 
 
@@ -72,18 +73,24 @@ class Setup:
 def train(recipe: Recipe, control: Control) -> dict[str, Any]:
     """Trains `recipe.train` on this rank, continuing from the newest checkpoint.
 
-    Raises ConfigError if the data or the target do not fit the drafter, KvshotError on a loss that is not finite, Preempted when asked to stop.
+    Raises ConfigError if the data or the target do not fit the drafter or another training uses the run folder, KvshotError on a loss that is not
+    finite, Preempted when asked to stop.
     """
     world = connect(recipe.train.threads_per_rank, max(30, 2 * recipe.train.hang_minutes))
     control.join(world)
-    setup = prepare(recipe, world, control.beat)
-    progress = setup.checkpoints.load(setup.engine, setup.schedule, setup.ema, setup.train_digest)
-    if world.rank == 0:
-        _announce(setup, progress.step)
-    with control.during("step"):
-        progress = run_steps(setup, progress, control)
-        with control.during("export"):
-            return finish(setup, progress)
+    with ExitStack() as held:
+
+        def alone() -> None:
+            told_by_first(world, lambda: held.enter_context(sole_writer(recipe.run_dir, "training", _ENDING)))
+
+        setup = prepare(recipe, world, control.beat, alone)
+        progress = setup.checkpoints.load(setup.engine, setup.schedule, setup.ema, setup.train_digest)
+        if world.rank == 0:
+            _announce(setup, progress.step)
+        with control.during("step"):
+            progress = run_steps(setup, progress, control)
+            with control.during("export"):
+                return finish(setup, progress)
 
 
 def finished(recipe: Recipe) -> dict[str, Any] | None:
@@ -95,7 +102,7 @@ def finished(recipe: Recipe) -> dict[str, Any] | None:
     if not summary.is_file() and not checkpoint.exists(recipe.run_dir / "checkpoints"):
         return None  # nothing was trained yet: the folder is free for any configuration
     load_geometry(recipe.target.path, recipe.target.trust_remote_code)  # says what is wrong with the folder, if anything is
-    before = read_json(stamped)
+    before = read_object(stamped)
     shards = ShardSet.open(recipe.shards_dir, "train", look=False)
     # The source of a warm start may be gone by now; what was taken from it is not.
     wanted, found = run_digest(recipe, shards, before.get("warm_digest", "")), before.get("train_digest")
@@ -104,7 +111,7 @@ def finished(recipe: Recipe) -> dict[str, Any] | None:
             "; ".join(_changed(load_recipe(recipe.run_dir / "recipe.yaml"), recipe)) or "the data, the target, the ds_config file, or the version that wrote it"
         )
         raise ConfigError(f"{recipe.run_dir} holds a run of another configuration ({changed}); give this run another name")
-    return read_json(summary) if summary.is_file() else None
+    return read_object(summary) if summary.is_file() else None
 
 
 def _changed(before: Recipe, now: Recipe) -> list[str]:
@@ -119,8 +126,8 @@ def run_digest(recipe: Recipe, shards: ShardSet, warm_digest: str) -> str:
     return digest(json.dumps(recipe.train.shaping(), sort_keys=True), target, shards.digest, repr(ds_configs.load(recipe.train.ds_config)), warm_digest)
 
 
-def prepare(recipe: Recipe, world: World, beat: Callable[[], None] = lambda: None) -> Setup:
-    """Checks the data against the drafter, builds drafter, objective and engine. beat: called as it gets on."""
+def prepare(recipe: Recipe, world: World, beat: Callable[[], None] = lambda: None, alone: Callable[[], None] = lambda: None) -> Setup:
+    """Checks the data against the drafter, builds drafter, objective and engine. beat: called as it gets on; alone: before the run folder is used."""
     config = recipe.train
     trackers.require(config.trackers)
     ds_config = ds_configs.load(config.ds_config)
@@ -140,7 +147,8 @@ def prepare(recipe: Recipe, world: World, beat: Callable[[], None] = lambda: Non
     drafter.set_vocab(ids)
     drafter = drafter.to(world.device)  # initialised in fp32, on every rank alike
     initialise(drafter, config.init, parts, config.seed)
-    checkpoints = Checkpoints(recipe, world)
+    alone()
+    checkpoints = Checkpoints(recipe, world, beat)
     fresh = checkpoints.found is None
     warm = warm_start(drafter, config.init.warm_start, config.init.tensors, target_digest) if config.init.warm_start and fresh else None
     drafter.bind(parts.embedding, parts.head)
@@ -152,7 +160,7 @@ def prepare(recipe: Recipe, world: World, beat: Callable[[], None] = lambda: Non
     engine = make_engine(objective, config, checkpoints.options(ds_config), schedule.accumulation, schedule.steps)
     beat()
     stamped = recipe.run_dir / "provenance.json"
-    before = read_json(stamped) if stamped.is_file() and not fresh else {}
+    before = read_object(stamped) if stamped.is_file() and not fresh else {}
     warm_digest = warm.digest if warm else before.get("warm_digest", "")
     train_digest = run_digest(recipe, shards, warm_digest)
     if world.rank == 0 and not before:
@@ -191,15 +199,20 @@ def run_steps(s: Setup, before: Progress, control: Control) -> Progress:
         s.shards, ("tokens", "turn", *s.shards.manifest.spec.serving(s.objective.required_features())), s.schedule, world.rank, config.objective,
         before.step, config.data_workers, world.device.type == "cuda", s.left_out,
     )  # fmt: skip
-    heldout = Heldout(s.recipe, world, s.engine, s.objective, before.step) if config.eval_every else None
+    heldout = Heldout(s.recipe, world, s.engine, s.objective, before.step, control.beat) if config.eval_every else None
     bar = tqdm(total=s.schedule.steps, initial=before.step, unit="step", desc=s.recipe.name, disable=world.rank != 0, mininterval=2)
     with Board(s.recipe, world, before, s.schedule.steps) as board, bar, closing(batches), (clock := clock_of(s, before)).watch:
         meter = Meter(config.objective.steps, world.device, clock.watch)
         recent: dict[int, list[str]] = {}  # conversations of the steps since the last point
-        if heldout is not None and before.step and heldout.owed(before.step, before.step == s.schedule.steps):
-            if why := look(heldout, board, bar, clock, control, before.step):
+        if heldout is not None and before.step:
+            owed = heldout.owed(before.step, before.step == s.schedule.steps)
+            if owed and (why := look(heldout, board, bar, clock, control, before.step)):
+                if control.out_of_time:  # as it would be at the next start, and the one after that
+                    raise KvshotError(
+                        f"{why} is over before the look at the held-out split that step {before.step} owes; raise it or lower train.eval_conversations"
+                    )
                 raise Preempted(f"{s.recipe.name}: stopped after step {before.step} of {s.schedule.steps} ({why}); the same command continues from there")
-            if s.checkpoints.better(before.step):
+            if s.checkpoints.better(before.step):  # measured only now, or killed before that was noted
                 export_best(s, before)
                 s.checkpoints.found_is_best()
         for step in range(before.step + 1, s.schedule.steps + 1):
@@ -332,7 +345,7 @@ def finish(s: Setup, progress: Progress) -> dict[str, Any]:
         "draft_vocab_size": config.draft_vocab_size,
         "draft_vocab_coverage": s.coverage,
         "init": config.init.model_dump(mode="json"),
-        "warm_start": read_json(folder / "provenance.json").get("warm_start"),  # of the first start
+        "warm_start": read_object(folder / "provenance.json").get("warm_start"),  # of the first start
         "padding_share": progress.padding_share,
         "skipped_conversations": progress.skipped_conversations,
         "world_size": s.world.size,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -18,16 +18,16 @@ from kvshot_ds.errors import KvshotError
 OPTIONS = {"load_universal": True}  # in the section `checkpoint` of the configuration of an engine that loads one
 
 
-def convert(source: Path, target: Path) -> None:
+def convert(source: Path, target: Path, beat: Callable[[], None] = lambda: None) -> None:
     """Writes the ZeRO-1, 2 or 3 checkpoint `source` as a universal one to `target`, which may hold what an interrupted conversion left.
 
     One rank calls it, in its own process: a GPU's context does not survive the converter's worker processes. Takes twice the room of the
-    optimizer's state beside it. Raises KvshotError if it cannot be read or written.
+    optimizer's state beside it. beat: called as it gets on. Raises KvshotError if it cannot be read or written.
     """
     from deepspeed.checkpoint import ds_to_universal
 
     shutil.rmtree(target.parent, ignore_errors=True)
-    said = StringIO()
+    said = _Heard(beat)
     options = Namespace(
         input_folder=str(source), output_folder=str(target), num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True,
         inject_missing_state=True,
@@ -42,6 +42,18 @@ def convert(source: Path, target: Path) -> None:
             f"{source}: cannot be converted for another number of ranks ({type(error).__name__}: {error}); the checkpoint itself is untouched: make room for "
             f"three times its size, or continue on as many ranks as wrote it"
         ) from None
+
+
+class _Heard(StringIO):
+    """What the converter says: a line for each file that it is through with."""
+
+    def __init__(self, call: Callable[[], None]):
+        super().__init__()
+        self.call = call
+
+    def write(self, text: str) -> int:
+        self.call()
+        return len(text)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvshot_ds.errors import KvshotError, Preempted
 
 _NAMED = 4  # ranks that one line names
-_AGAIN = "the same command continues from the newest checkpoint"
+AGAIN = "the same command continues from the newest checkpoint"
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Verdict:
 def of_end(sign: Sign) -> Verdict:
     """A process that ended without a word."""
     text = (
-        f"{sign.name} is gone: its process ended without a word (killed, or out of memory: the log of its host says more), last heard of {sign.place}; {_AGAIN}"
+        f"{sign.name} is gone: its process ended without a word (killed, or out of memory: the log of its host says more), last heard of {sign.place}; {AGAIN}"
     )
     return Verdict(text, 2, (sign.rank,))
 
@@ -66,7 +66,7 @@ def of_hang(signs: list[Sign], silent: list[Sign], seconds: float) -> Verdict:
     each = "; ".join(f"{s.name} {s.place}{f', at {s.where}' if s.where else ''}" for s in named[:_NAMED])
     more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
     others = f", for which {len(signs) - len(named)} other(s) wait" if len(signs) > len(named) else ""
-    text = f"for {_span(seconds)} {state} {each}{more}{others}; {_AGAIN} (train.hang_minutes sets the time)"
+    text = f"for {_span(seconds)} {state} {each}{more}{others}; {AGAIN} (train.hang_minutes sets the time)"
     return Verdict(text, 2, tuple(s.rank for s in named), stuck=True)
 
 
@@ -76,7 +76,7 @@ def of_error(sign: Sign, error: BaseException) -> Verdict:
         return Verdict(str(error), Preempted.STATUS if isinstance(error, Preempted) else 2, (sign.rank,), told=True)
     if isinstance(error, KeyboardInterrupt):
         return Verdict(f"{sign.name} was interrupted {sign.place}", 130, (sign.rank,))
-    return Verdict(f"{sign.name} failed {sign.place}: {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}; {_AGAIN}", 1, (sign.rank,))
+    return Verdict(f"{sign.name} failed {sign.place}: {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}; {AGAIN}", 1, (sign.rank,))
 
 
 def of_stop(sign: Sign, reason: str) -> Verdict:

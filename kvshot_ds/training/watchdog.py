@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -30,8 +31,10 @@ from kvshot_ds.training.verdict import Sign, Verdict
 
 GRACE = 10.0  # for the work to end by itself once it has to; a launcher that ends its ranks gives 30 [s]
 _TICK = 5.0  # between two signs, at most [s]
+_STRANGER = 5  # for who connects to show that it knows the key [s]
 _PATIENCE = 5.0  # for the reason of an error that may be another rank's doing [s]
 _PACKAGE = str(Path(__file__).parents[1])
+_REFUSED = (OSError, EOFError, AuthenticationError, ValueError)  # the last: a system that forbids the MD5 of Python 3.11's handshake
 _DEBUGGERS = ("pdb", "bdb", "pydevd", "_pydevd", "debugpy")
 
 
@@ -78,13 +81,17 @@ class Watchdog:
     def listen(self, host: str, others: int, key: bytes) -> int:
         """Rank 0: waits, in the background, for so many ranks that know `key`. Returns the port."""
         listener = Listener((host, 0), backlog=others, authkey=key)
+        # What it accepts inherits this on Linux: a stranger who says nothing does not keep the ranks out.
+        _patience(listener._listener._socket.fileno(), _STRANGER)  # type: ignore[attr-defined]
 
         def accept() -> None:
             with listener:
                 left = others
                 while left:
-                    with suppress(OSError, EOFError, AuthenticationError):  # a stranger
-                        self._joined.append(listener.accept())
+                    with suppress(*_REFUSED):  # a stranger, or nobody for a while
+                        link = listener.accept()
+                        _patience(link.fileno(), 0)
+                        self._joined.append(link)
                         left -= 1
                         self._ring()
                 self.linked.set()
@@ -150,7 +157,7 @@ class Watchdog:
             self._note(Sign(0, host, pid))
             try:
                 self._links[Client((host, port), authkey=key)] = 0
-            except (OSError, EOFError, AuthenticationError) as error:
+            except _REFUSED as error:
                 _say(f"no connection to the watchdog of rank 0 at {host}:{port} ({error}): a rank that hangs is noticed by the limits of collectives only")
             self.linked.set()
         while self._joined:
@@ -251,6 +258,12 @@ class Watchdog:
             self._debugged += 1  # someone is looking: as good as progress
         pulse, waiting = self.pulse, any(map(_collective, inner))
         return Sign(self.rank, socket.gethostname(), os.getpid(), pulse.beats + self._debugged, pulse.phase, pulse.step, where, waiting)
+
+
+def _patience(socket_file: int, seconds: int) -> None:
+    """Lets reading from a socket fail after so long; 0: never."""
+    with socket.socket(fileno=os.dup(socket_file)) as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

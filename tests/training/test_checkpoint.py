@@ -13,15 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from kvshot_ds.config import Recipe
 from kvshot_ds.errors import KvshotError
-from kvshot_ds.files import read_json, write_json
+from kvshot_ds.files import aside, read_json, write_json
 from kvshot_ds.training import checkpoint, rng, trainer, universal
 from kvshot_ds.training.launch import run
 from kvshot_ds.training.writer import Writer
 from tests.training import forked
-from tests.training.runs import assert_close, assert_same, board, run_and_stop, weights, zero3
+from tests.training.runs import Stopped, assert_close, assert_same, board, run_and_stop, weights, zero3
 
 
 def tags(r: Recipe) -> list[str]:
@@ -64,6 +65,13 @@ def spoil(folder: Path, how: str) -> None:
         (folder / "state.json").write_text('{"format": "kvshot-check')
     elif how == "other format":
         write_json(folder / "state.json", {**read_json(folder / "state.json"), "format": "kvshot-checkpoint/0"})
+    elif how == "other kind":
+        (folder / "state.json").write_text("[1]")
+    elif how == "other types":
+        write_json(folder / "state.json", {**read_json(folder / "state.json"), "loader": None})
+    elif how == "a text for a number":
+        found = read_json(folder / "state.json")
+        write_json(folder / "state.json", {**found, "progress": {**found["progress"], "step": "6"}})
     elif how == "missing file":
         (folder / "mp_rank_00_model_states.pt").unlink()
     elif how == "short file":
@@ -80,7 +88,9 @@ def trained(recipe: Callable[..., Recipe]) -> Recipe:
     return r
 
 
-@pytest.mark.parametrize("how", ["no state", "broken state", "other format", "missing file", "short file", "gone"])
+@pytest.mark.parametrize(
+    "how", ["no state", "broken state", "other format", "other kind", "other types", "a text for a number", "missing file", "short file", "gone"]
+)
 def test_a_broken_checkpoint_is_named_and_the_one_before_it_taken(trained, how):
     folder = trained.run_dir / "checkpoints"
     spoil(folder / "step-00000006", how)
@@ -99,21 +109,43 @@ def test_what_latest_names_counts_and_what_killed_starts_left_goes(trained, reci
     shutil.copytree(folder / "step-00000004", folder / ".step-00000008.partial")
     (folder / ".universal" / "step-00000006").mkdir(parents=True)
     (folder / "latest").write_text("step-00000004")  # killed between the two renames
+    export = aside(trained.run_dir / "drafter_best" / "model.safetensors")
+    export = export.with_name(export.name.replace(f".{os.getpid()}.", ".999999999."))
+    export.parent.mkdir()
+    export.write_bytes(b"half")
     capsys.readouterr()
     assert run(trained)["resumed_from"] == [{"step": 4, "world_size": 1}]
     said = capsys.readouterr().out
     assert "dropped the half-written checkpoint .step-00000008.partial" in said and "beyond the one continued from: step-00000006" in said
     assert_same(weights(trained), weights(whole))
-    assert tags(trained) == tags(whole)
+    assert tags(trained) == tags(whole) and not export.exists()
 
 
-@pytest.mark.parametrize("text", [None, "{", "../step-00000004"])
-def test_without_a_readable_latest_the_newest_whole_one_is_taken(trained, text):
+@pytest.mark.parametrize("content", [None, b"{", b"../step-00000004", b"\xff\xfe"])
+def test_without_a_readable_latest_the_newest_whole_one_is_taken(trained, content):
     latest = trained.run_dir / "checkpoints" / "latest"
     latest.unlink()
-    if text:
-        latest.write_text(text)
+    if content:
+        latest.write_bytes(content)
     assert run(trained)["resumed_from"] == [{"step": 6, "world_size": 1}]
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"x": {}}', '{"tag": 1}'])
+@pytest.mark.parametrize("name", ["heldout.json", "checkpoints/best.json", "provenance.json"])
+def test_another_file_of_the_run_that_is_something_else_is_named(recipe, name, content):
+    r = recipe(max_steps=8, checkpoint_every=2, eval_every=100, keep_best="mat")
+    run_and_stop(r, 7)
+    (r.run_dir / name).write_text(content)
+    with pytest.raises(KvshotError, match=name.rpartition("/")[2] if content[0] == "[" or name != "provenance.json" else "json|another configuration"):
+        run(r)
+
+
+def test_fewer_are_kept_from_the_start_on_as_the_disk_may_be_full(recipe):
+    r = recipe("kept", checkpoint_every=2, max_steps=9, keep_checkpoints=9)
+    run_and_stop(r, 7)
+    fewer = r.model_copy(update={"train": r.train.model_copy(update={"keep_checkpoints": 1})})
+    run_and_stop(fewer, 0)
+    assert tags(r) == ["latest", "step-00000006"]
 
 
 def test_the_checkpoint_of_another_run_is_refused_by_name(trained, recipe):
@@ -199,7 +231,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_on_every_rank(recipe, small_disk)
     r = recipe("full", checkpoint_every=2, max_steps=5, keep_checkpoints=3)
     r = r.model_copy(update={"work": small_disk("2200k")})
     said = forked.Run(2, run, r).wait()
-    assert all("the checkpoint cannot be written" in text and "make room" in text for text in said), said
+    assert all("the checkpoint cannot be written" in text and " MB were free there)" in text and "make room" in text for text in said), said
     assert tags(r) == ["latest", "step-00000002"]
     small_disk("60m")
     assert forked.train(r, 2)[0]["resumed_from"] == [{"step": 2, "world_size": 2}]
@@ -241,6 +273,34 @@ def test_a_kill_while_a_checkpoint_is_written_costs_no_more_than_that_one(recipe
     assert not [name for name in tags(r) if name.startswith(".")]
 
 
+def _dies_exporting(recipe: Recipe, where: str) -> None:
+    def dying(plain: Callable[..., None]) -> Callable[..., None]:
+        def call(path: Path, *rest: object) -> None:
+            if path.name == where and os.environ["RANK"] == "0":
+                os.kill(os.getpid(), signal.SIGKILL)
+            plain(path, *rest)
+
+        return call
+
+    trainer.save_drafter, trainer.write_json = dying(trainer.save_drafter), dying(trainer.write_json)
+    run(recipe)
+
+
+def test_kills_in_the_export_of_a_run_whose_last_step_is_the_best_one_and_has_a_checkpoint(recipe):
+    options = {"checkpoint_every": 3, "max_steps": 6, "checkpoint_writer": "async", "keep_checkpoints": 1, "optim": {"ema_decay": 0.9}}
+    options |= {"eval_every": 3, "keep_best": "loss", "eval_conversations": 3}
+    r, whole = recipe("killed", **options), recipe("whole", **options)
+    trained = forked.train(whole, 2)[0]
+    for where in ("drafter_ema", "drafter", "train.json"):
+        assert None in forked.Run(2, _dies_exporting, r, where).wait()
+        assert not (r.run_dir / "train.json").exists()
+    done = forked.train(r, 2)[0]
+    assert done["resumed_from"][0] == {"step": 6, "world_size": 2} and done["tokens"] == trained["tokens"]
+    for name in ("drafter", "drafter_ema", "drafter_best"):
+        assert_same(*(load_file(one.run_dir / name / "model.safetensors") for one in (r, whole)))
+    assert tags(r) == tags(whole) == ["best.json", "latest", "step-00000006"]
+
+
 def test_a_kill_during_the_conversion_to_another_number_of_ranks_leaves_all_as_it_was(recipe):
     r = recipe("moved", checkpoint_every=2, max_steps=6)
     said = forked.Run(2, _fails_once, r, "1", "step-00000004").wait()
@@ -257,6 +317,26 @@ def test_a_conversion_that_fails_says_what_to_do(trained, tmp_path):
     with pytest.raises(KvshotError, match="cannot be converted for another number of ranks"):
         universal.convert(source, tmp_path / "there" / "step-00000006")
     assert not (tmp_path / "there").exists()
+
+
+def test_a_conversion_tells_that_it_gets_on(trained, tmp_path):
+    beats: list[None] = []
+    target = tmp_path / "there" / "step-00000006"
+    universal.convert(trained.run_dir / "checkpoints" / target.name, target, lambda: beats.append(None))
+    assert (target / "zero").is_dir() and len(beats) > 3
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(recipe, monkeypatch):
+    r, plain = recipe(checkpoint_every=2, max_steps=7, keep_checkpoints=1), os.rmdir
+
+    def busy(path: object, *arguments: object, **options: object) -> None:
+        if "step-00000002" in str(path):
+            raise OSError(39, "Directory not empty", str(path))
+        plain(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "rmdir", busy)
+    assert run(r)["steps"] == 7
+    assert "step-00000006" in tags(r)
 
 
 def test_the_async_writer_copies_what_it_writes_and_names_it_when_it_is_on_the_disk(recipe):
@@ -309,10 +389,27 @@ def test_the_best_checkpoint_stays_and_is_exported(recipe, monkeypatch, metric, 
     stopped = recipe("stopped", max_steps=5, checkpoint_every=1)
     run_and_stop(stopped, best)
     kept = torch.load(stopped.run_dir / "checkpoints" / tag / "mp_rank_00_model_states.pt", weights_only=False)["module"]
-    from safetensors.torch import load_file
-
     exported = load_file(r.run_dir / "drafter_best" / "model.safetensors")
     assert_same({name: kept[f"drafter.{name}"] for name in exported}, exported)
+
+
+def test_a_kill_between_the_best_checkpoint_and_the_note_of_it_loses_no_best(recipe, monkeypatch):
+    measured(monkeypatch, {1: 1.0, 2: 3.0, 3: 2.0, 4: 2.0})
+    r = recipe("noted", max_steps=4, checkpoint_every=1, keep_checkpoints=1, eval_every=1, keep_best="mat", eval_conversations=3)
+    with pytest.MonkeyPatch.context() as patch:
+        write = checkpoint.write_json
+
+        def dies(path: Path, value: object) -> None:
+            if path.name == "best.json" and "step-00000002" in str(value):
+                raise Stopped
+            write(path, value)
+
+        patch.setattr(checkpoint, "write_json", dies)
+        with pytest.raises(Stopped):
+            run(r)
+    assert run(r)["resumed_from"] == [{"step": 2, "world_size": 1}]
+    assert read_json(r.run_dir / "checkpoints" / "best.json")["step"] == read_json(r.run_dir / "drafter_best" / "config.json")["training"]["steps"] == 2
+    assert tags(r) == ["best.json", "latest", "step-00000002", "step-00000003"]
 
 
 def test_a_measurement_between_two_checkpoints_that_is_the_best_makes_one(recipe, monkeypatch):

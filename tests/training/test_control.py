@@ -17,10 +17,10 @@ import pytest
 from kvshot_ds import cli
 from kvshot_ds.config import Recipe, dump_recipe
 from kvshot_ds.errors import Preempted
-from kvshot_ds.training import checkpoint, heldout, trainer
+from kvshot_ds.training import checkpoint, heldout, rng, trainer
 from kvshot_ds.training.launch import run
 from tests.training.acting import Act
-from tests.training.runs import assert_same, free_port, rank_environment, weights
+from tests.training.runs import assert_same, free_port, rank_environment, run_and_stop, weights
 
 
 @pytest.fixture(autouse=True)
@@ -82,12 +82,12 @@ def test_a_stop_in_each_phase_of_one_rank_resumes_to_the_same_weights(recipe, un
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Preempted, match="after step 4 of 11"):
         strike(patch, heldout, "conversation_sums", signal.SIGTERM, turn=3)
         run(r)
-    assert saved(r) == [2, 3, 4] and "4" not in heldout._measured(r.run_dir)  # the look was left
+    assert saved(r) == [2, 3, 4] and "4" not in heldout.measured(r.run_dir)  # the look was left
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Preempted, match="after step 6 of 11"):
         strike(patch, checkpoint.Checkpoints, "save", signal.SIGTERM)
         run(r)
-    assert saved(r) == [2, 3, 4, 6] and "4" in heldout._measured(r.run_dir)  # that save is the last one; the look was made up for
+    assert saved(r) == [2, 3, 4, 6] and "4" in heldout.measured(r.run_dir)  # that save is the last one; the look was made up for
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):  # a second Ctrl-C does not wait
         strike(patch, trainer, "optimizer_step", signal.SIGINT)
@@ -104,12 +104,29 @@ def test_a_stop_in_each_phase_of_one_rank_resumes_to_the_same_weights(recipe, un
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.parametrize(("owner", "name"), [(checkpoint, "read_state"), (rng, "restore")])
+def test_a_stop_while_a_checkpoint_is_looked_for_or_loaded_is_a_stop_and_costs_nothing(recipe, capsys, owner, name):
+    r = recipe("loading")
+    run_and_stop(r, 7)
+    with pytest.MonkeyPatch.context() as patch:
+        strike(patch, owner, name, signal.SIGTERM)
+        assert cli.guarded(lambda: run(r)) == Preempted.STATUS
+    assert "SIGTERM before the first step" in capsys.readouterr().err and saved(r) == [3, 6]
+
+
 def test_the_time_limit_stops_with_a_checkpoint_and_the_status_of_a_requeue(recipe, capsys):
     r = recipe("limited", max_minutes=1e-6)
     assert cli.guarded(lambda: run(r)) == Preempted.STATUS
     assert "after step 2 of 11 (the limit of train.max_minutes=1e-06)" in capsys.readouterr().err and saved(r) == [2]
     rest = r.model_copy(update={"train": r.train.model_copy(update={"max_minutes": 0})})
     assert run(rest)["steps"] == 11
+
+
+def test_a_time_limit_too_short_for_the_look_that_is_owed_is_an_error_and_no_endless_requeue(recipe, capsys):
+    r = recipe("owing", max_minutes=1e-6, eval_every=2)
+    assert cli.guarded(lambda: run(r)) == Preempted.STATUS
+    assert cli.guarded(lambda: run(r)) == 2
+    assert "train.max_minutes=1e-06 is over before the look at the held-out split that step 2 owes" in capsys.readouterr().err
 
 
 def launched(recipe: Recipe, folder: Path, *acts: Act, deaf: bool = False) -> subprocess.Popen[str]:

@@ -34,6 +34,7 @@ from tests.training.runs import assert_close, before_each_step, board, free_port
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, r"zero_optimization: offload_optimizer needs stage 1, 2 or 3"),
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, r"zero_optimization: offload_param needs stage 3"),
         ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, r"zero_optimization: cpu_offload: use offload_optimizer"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 1}}, r"zero_optimization: mics_shard_size: checkpoints and weight averages"),
         ({"bf16": {"enabled": "false"}}, r"bf16\.enabled: .*found 'false'"),
         ({"bf16": {"enabled": True, "precise": 1}}, r"bf16\.precise: .*found 1"),
         ({"bf16": True}, r"bf16: .*found True"),

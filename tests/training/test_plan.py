@@ -66,6 +66,10 @@ def planned(family: str = "hidden_only", ds_config: str = "zero2_bf16", ranks: i
     return plan(recipe, "qwen3-8b", SHAPES["qwen3-8b"], Guess(1000, 100, 0.6), Hardware(ranks, 989, 0.3, on_cpu=False))
 
 
+def test_a_part_of_the_conversations_is_a_part_of_the_guess_too() -> None:
+    assert len(planned(max_conversations=30).sizes) == 30 and planned(max_conversations=30).schedule.steps == 2
+
+
 def test_zero_shares_what_it_says() -> None:
     """Bytes of an element: 2 of weights, 4 of masters, 8 of moments; shared from stage 1 on, weights from stage 3 on; on the host with offload."""
     p = planned().cost.trainable

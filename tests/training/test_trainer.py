@@ -6,14 +6,17 @@ import json
 import os
 import shutil
 import signal
+import threading
 import time
+from contextlib import ExitStack
 
 import pytest
 import torch
 
-from kvshot_ds.errors import ConfigError, KvshotError
+from kvshot_ds.errors import ConfigError, KvshotError, Preempted
 from kvshot_ds.features.shard import ShardSet
-from kvshot_ds.files import read_json
+from kvshot_ds.files import read_json, sole_writer
+from kvshot_ds.training import trainer
 from kvshot_ds.training.launch import run
 from tests.training.runs import assert_close, assert_same, before_each_step, board, launch, weights
 
@@ -83,6 +86,27 @@ def test_a_run_folder_of_another_configuration_is_not_touched(recipe):
     run(recipe(max_steps=1))
     with pytest.raises(ConfigError, match="another configuration"):
         run(recipe(max_steps=2))
+
+
+def test_two_trainings_in_one_folder_are_refused_and_one_that_ends_is_waited_for(recipe, monkeypatch):
+    r = recipe(max_steps=2)
+    with sole_writer(r.run_dir, "training"):
+        before = sorted(r.run_dir.iterdir())
+        monkeypatch.setattr(trainer, "_ENDING", 0)
+        with pytest.raises(ConfigError, match=rf"{r.run_dir}: another training is writing there \(process {os.getpid()} on .+\); wait for it"):
+            run(r)
+        assert sorted(r.run_dir.iterdir()) == before
+    monkeypatch.setattr(trainer, "_ENDING", 600)
+    with ExitStack() as held:
+        held.enter_context(sole_writer(r.run_dir, "training"))
+        threading.Timer(1, held.pop_all().close).start()
+        assert run(r)["steps"] == 2
+    stopped = recipe("stopped", max_minutes=1e-6)
+    with pytest.raises(Preempted):
+        run(stopped)
+    for let_go in (r, stopped):
+        with sole_writer(let_go.run_dir, "training"):
+            pass
 
 
 def test_a_run_on_fewer_conversations_sees_no_others_and_keeps_to_them(recipe, capsys):

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,10 @@ import torch
 from kvshot_ds import evaluation
 from kvshot_ds.drafters import cost
 from kvshot_ds.errors import ConfigError, KvshotError, Preempted
+from kvshot_ds.features.shard import ShardReader
 from kvshot_ds.files import read_json
 from kvshot_ds.training import gradients, timing, trackers, trainer, watch
+from kvshot_ds.training.control import Control
 from kvshot_ds.training.launch import run
 from kvshot_ds.training.plan import step_flops
 from tests.training.runs import assert_same, before_each_step, board, launch, run_and_stop, weights, zero3
@@ -342,6 +345,26 @@ def test_a_damaged_held_out_shard_is_named_before_the_first_step(recipe, tiny_fe
     tar.write_bytes(raw)
     with pytest.raises(KvshotError, match=rf"{tar.name}: sha256 .* damaged"):
         run(recipe(eval_every=2).model_copy(update={"shards": folder}))
+
+
+def test_points_after_the_checkpoint_are_replaced_also_where_the_clock_went_back(recipe, monkeypatch):
+    r, whole = recipe("back", log_every=1), recipe("whole", log_every=1)
+    run(whole)
+    run_and_stop(r, 5)
+    before = time.time()
+    with monkeypatch.context() as patch:
+        patch.setattr(trackers.time, "time", lambda: before - 3600)
+        run(r)
+    assert board(r)["train/loss"] == board(whole)["train/loss"]
+
+
+def test_looking_through_the_held_out_shards_is_progress(recipe, monkeypatch):
+    done, plain, beat = [], ShardReader.check_bytes, Control.beat
+    monkeypatch.setattr(ShardReader, "check_bytes", lambda reader: plain(reader) or done.append(reader.index.shard))
+    monkeypatch.setattr(Control, "beat", lambda control, step=None: done.append(step or "beat") or beat(control, step))
+    run(recipe(max_steps=2, eval_every=2))
+    last = max(i for i, what in enumerate(done) if "heldout" in str(what))
+    assert done[last + 1] == "beat"  # and not the first step
 
 
 def test_a_full_disk_ends_the_points_and_not_the_training(recipe, monkeypatch, capsys):

@@ -114,6 +114,7 @@ def test_a_rank_hears_nothing_of_rank_0_any_more(monkeypatch):
 def linked(monkeypatch):
     """Watchdogs of three ranks, with threads, in this process; none ends it."""
     monkeypatch.setattr(watchdog, "GRACE", 1e6)
+    monkeypatch.setattr(watchdog, "_STRANGER", 1)
     dogs = [Watchdog(Pulse(), 3600.0) for _ in range(3)]
     for rank, dog in enumerate(dogs):
         dog.rank = rank
@@ -121,9 +122,10 @@ def linked(monkeypatch):
     port = dogs[0].listen("127.0.0.1", 2, b"secret")
     with socket.create_connection(("127.0.0.1", port)):
         pass  # a stranger
-    for dog in dogs[1:]:
-        dog.dial("127.0.0.1", port, b"secret", 100)
-    assert all(dog.linked.wait(120) for dog in dogs)
+    with socket.create_connection(("127.0.0.1", port)):  # one that stays, and says nothing
+        for dog in dogs[1:]:
+            dog.dial("127.0.0.1", port, b"secret", 100)
+        assert all(dog.linked.wait(120) for dog in dogs)
     yield dogs
     for dog in dogs:
         dog.close(None, False)
