@@ -189,7 +189,7 @@ def _recipe(folder: Path) -> dict[str, Any]:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
         found["name"], found["train"]["drafter"]["family"], found["train"]["drafter"]["depth"], float(found["train"].get("hang_minutes", 30))
     except OSError as error:
-        raise ConfigError(f"{folder} is no run folder: {error}; kvshot runs list WORK names those below WORK") from None
+        raise ConfigError(f"{folder} is no run folder, such as work/smollm2/runs/hybrid ({error}); kvshot runs list WORK names those below WORK") from None
     except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"{path}: expected the resolved recipe of a run, found something else ({why})") from None
@@ -267,15 +267,20 @@ def page(found: RunPage) -> list[str]:
         rows += [(str(step), *(_number(values.get(tag), 3) for tag in _TAGS)) for step, values in found.points.items() if _TAGS[0] in values]
         out += ["", "last points", *(f"  {text}" for text in _aligned(rows))]
     if found.heldout:
-        tags = ("loss", "mat", "mat_joint", "accept_top1/0", "retention")
+        tags = ("loss", "mat", "mat_joint", "accept_top1/0", "retention", "conversations")
         rows = [("step", *tags)]
         rows += [(str(step), *(_number(values.get(f"heldout/{tag}"), 3) for tag in tags)) for step, values in sorted(found.heldout.items())[-_LAST:]]
         out += ["", "held-out", *(f"  {text}" for text in _aligned(rows))]
     if found.checkpoints:
-        out += ["", "checkpoints", *(f"  {c.folder}{'  (continues from here)' if c.current else ''}" for c in found.checkpoints)]
+        best = _json(Path(line.folder) / "checkpoints" / "best.json")
+        chosen = f"  (best: {best.get('metric')} {_number(best.get('value'), 3)})"
+        notes = [("  (continues from here)" if c.current else "") + (chosen if c.step == best.get("step") else "") for c in found.checkpoints]
+        out += ["", "checkpoints", *(f"  {c.folder}{note}" for c, note in zip(found.checkpoints, notes, strict=True))]
     out += ["", f"watch:    tensorboard --logdir {Path(line.folder) / 'tensorboard'}"]
     if line.state == "complete":
-        return [*out, f"measure:  kvshot eval {Path(line.folder) / 'recipe.yaml'}"]
+        more = [str(place) for place in (Path(line.folder) / "drafter_best", Path(line.folder) / "drafter_ema") if place.is_dir()]
+        own = f" 'eval.drafters=[{','.join((line.folder, *more))}]'" if more else ""
+        return [*out, f"measure:  kvshot eval {Path(line.folder) / 'recipe.yaml'}{own}"]
     if line.state not in ("running", "exporting"):
         out.append(f"continue: kvshot train {Path(line.folder) / 'recipe.yaml'}  (under the launcher, for several ranks)")
     return out

@@ -79,12 +79,14 @@ class State:
 
 @dataclass(frozen=True)
 class Best:
-    """best.json: the checkpoint that `keep_checkpoints` does not remove, and what it was chosen by."""
+    """best.json: the checkpoint that `keep_checkpoints` does not remove, and what it was chosen by. conversations: measured; values of other ones do not
+    compare."""
 
     tag: str
     metric: str
     value: float
     step: int
+    conversations: float
 
 
 def read_state(folder: Path) -> State:
@@ -285,7 +287,7 @@ class Checkpoints:
 
         def compare() -> bool:
             now, before = self._best_of(step, self._measured(step)), _read_best(self.folder)
-            if now is None or before is None or before.metric != now.metric:
+            if now is None or before is None or (before.metric, before.conversations) != (now.metric, now.conversations):
                 return now is not None
             return now.value < before.value if now.metric == "loss" else now.value > before.value
 
@@ -304,8 +306,9 @@ class Checkpoints:
 
     def _best_of(self, step: int, measured: dict[str, float] | None) -> Best | None:
         metric = self.recipe.train.keep_best
-        value = (measured or {}).get(_MEASURE.get(metric, ""))
-        return None if value is None else Best(f"step-{step:08d}", metric, value, step)
+        found = measured or {}
+        value = found.get(_MEASURE.get(metric, ""))
+        return None if value is None else Best(f"step-{step:08d}", metric, value, step, found.get("heldout/conversations", 0.0))
 
 
 def _read_best(folder: Path) -> Best | None:

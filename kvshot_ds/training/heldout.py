@@ -67,7 +67,7 @@ class Heldout:
         if isinstance(sums, str):
             return sums
         counts, weighted = StepCounts.unstack(sums[:4]).total(), sums[4].sum()
-        found = {"heldout/loss": float(weighted / counts.den[0])} | metrics.points(counts, "heldout")
+        found = {"heldout/loss": float(weighted / counts.den[0]), "heldout/conversations": float(sums.shape[1])} | metrics.points(counts, "heldout")
         if self.world.rank == 0:
             try:
                 _remember(self.recipe.run_dir, step, found)

@@ -397,6 +397,8 @@ def _announce(s: Setup, first: int) -> None:
     if s.schedule.idle:
         idle = f"{s.schedule.idle:.0%} of their places stay empty"
         print(f"{s.recipe.name}: {s.world.size} rank(s) do not divide a step's {s.schedule.per_step} conversations: {idle}")
+    if s.recipe.train.max_steps > s.schedule.steps:
+        print(f"{s.recipe.name}: train.epochs={s.recipe.train.epochs} end after {s.schedule.steps} steps, before train.max_steps={s.recipe.train.max_steps}")
     if first:
         print(f"{s.recipe.name}: continuing after step {first} of {s.schedule.steps}")
     print(

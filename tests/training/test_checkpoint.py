@@ -384,7 +384,7 @@ def test_the_best_checkpoint_stays_and_is_exported(recipe, monkeypatch, metric, 
     run(r)
     tag = f"step-{best:08d}"
     assert tags(r) == ["best.json", "latest", tag, "step-00000004"]
-    assert read_json(r.run_dir / "checkpoints" / "best.json") == {"tag": tag, "metric": metric, "value": values[best - 1], "step": best}
+    assert read_json(r.run_dir / "checkpoints" / "best.json") == {"tag": tag, "metric": metric, "value": values[best - 1], "step": best, "conversations": 3}
     assert checkpoint.read_state(r.run_dir / "checkpoints" / tag).heldout["heldout/mat"] == values[best - 1]
     stopped = recipe("stopped", max_steps=5, checkpoint_every=1)
     run_and_stop(stopped, best)
@@ -410,6 +410,15 @@ def test_a_kill_between_the_best_checkpoint_and_the_note_of_it_loses_no_best(rec
     assert run(r)["resumed_from"] == [{"step": 2, "world_size": 1}]
     assert read_json(r.run_dir / "checkpoints" / "best.json")["step"] == read_json(r.run_dir / "drafter_best" / "config.json")["training"]["steps"] == 2
     assert tags(r) == ["best.json", "latest", "step-00000002", "step-00000003"]
+
+
+def test_a_best_value_of_other_conversations_does_not_compare(recipe, monkeypatch):
+    measured(monkeypatch, {1: 3.0, 2: 4.0, 3: 1.0, 4: 2.0})
+    options = {"max_steps": 4, "checkpoint_every": 1, "eval_every": 1, "keep_best": "mat"}
+    run_and_stop(recipe("fewer", **options, eval_conversations=3), 2)
+    r = recipe("fewer", **options, eval_conversations=2)
+    run(r)
+    assert read_json(r.run_dir / "checkpoints" / "best.json") == {"tag": "step-00000004", "metric": "mat", "value": 2.0, "step": 4, "conversations": 2}
 
 
 def test_a_measurement_between_two_checkpoints_that_is_the_best_makes_one(recipe, monkeypatch):
