@@ -322,7 +322,7 @@ def write_atomic(path: AnyPath, data: bytes | str) -> None:
             os.fsync(file.fileno())
         put(beside, path)
     except OSError as error:  # of a write, which names no file
-        raise OSError(error.errno, error.strerror, str(path)) if error.filename is None else error from None
+        raise error if error.errno is None or error.filename else OSError(error.errno, error.strerror, str(path)) from None
     finally:
         beside.unlink(missing_ok=True)
 

@@ -46,8 +46,10 @@ class Cluster:
     token: str
     address: str
 
-    def get(self, path: str, token: str | None = None) -> object:
-        request = urllib.request.Request(self.dashboard + path, headers={"Authorization": f"Bearer {self.token if token is None else token}"})
+    def get(self, path: str, token: str | None = None, method: str = "GET", body: object = None) -> object:
+        headers = {"Authorization": f"Bearer {self.token if token is None else token}", "Content-Type": "application/json"}
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.dashboard + path, data, headers, method=method)
         with urllib.request.urlopen(request, timeout=30) as answer:
             return json.load(answer)
 
@@ -78,14 +80,19 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         head = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     found = Cluster(f"http://{HOST}:{ports['dashboard-port']}", token, f"{HOST}:{ports['port']}")
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while True:
             try:
-                found.get("/api/jobs/")
+                # an agent that takes jobs comes up after the dashboard
+                first = found.get("/api/jobs/", method="POST", body={"entrypoint": "true"})["submission_id"]  # type: ignore[index]
                 break
             except (OSError, ValueError):
                 assert head.poll() is None and time.monotonic() < deadline, (folder / "ray.log").read_text()
                 time.sleep(0.5)
+        while found.get(f"/api/jobs/{first}")["status"] in ("PENDING", "RUNNING"):  # type: ignore[index]
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        found.get(f"/api/jobs/{first}", method="DELETE")
         yield found
     finally:
         head.send_signal(signal.SIGTERM)
