@@ -6,7 +6,8 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +102,21 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR"):
         monkeypatch.setenv(name, "x")
         monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """disk(size): a folder that holds no more; called again, it grows."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def disk(size: str) -> Path:
+        options = f"{'remount,' if folder.is_mount() else ''}size={size}"
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"mounting a small tmpfs is not allowed here: {done.stderr.strip()}")
+        return folder
+
+    yield disk
+    if folder.is_mount():
+        subprocess.run(["umount", folder], check=True)

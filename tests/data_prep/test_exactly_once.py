@@ -160,24 +160,6 @@ def test_two_runs_into_one_folder_without_a_lock_are_harmless(tiny_target: Path,
     assert lines > len(names(tmp_path / "whole", ".tar")), "the runs took turns: nothing was written twice, and nothing shown"
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """disk(size): a folder that holds no more; called again, it grows."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-
-    def disk(size: str) -> Path:
-        options = f"{'remount,' if folder.is_mount() else ''}size={size}"
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True, check=False)
-        if done.returncode:
-            pytest.skip(f"mounting a small tmpfs is not allowed here: {done.stderr.strip()}")
-        return folder
-
-    yield disk
-    if folder.is_mount():
-        subprocess.run(["umount", folder], check=True)
-
-
 def test_a_full_disk_is_one_line_and_a_rerun_with_more_room_completes(
     tiny_target: Path, tmp_path: Path, small_disk: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

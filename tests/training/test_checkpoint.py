@@ -6,8 +6,7 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -207,24 +206,6 @@ def test_ranks_agree_that_a_checkpoint_failed_and_the_one_before_it_stays(recipe
     forked.train(r, 2)
     forked.train(whole, 2)
     assert_same(weights(r), weights(whole))
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """disk(size): a folder that holds no more; called again, it grows."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-
-    def disk(size: str) -> Path:
-        options = f"{'remount,' if folder.is_mount() else ''}size={size}"
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True, check=False)
-        if done.returncode:
-            pytest.skip(f"mounting a small tmpfs is not allowed here: {done.stderr.strip()}")
-        return folder
-
-    yield disk
-    if folder.is_mount():
-        subprocess.run(["umount", folder], check=True)
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_on_every_rank(recipe, small_disk):
