@@ -92,12 +92,21 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         while found.get(f"/api/jobs/{first}")["status"] in ("PENDING", "RUNNING"):  # type: ignore[index]
             assert time.monotonic() < deadline
             time.sleep(0.5)
-        found.get(f"/api/jobs/{first}", method="DELETE")
         yield found
     finally:
         head.send_signal(signal.SIGTERM)
-        head.wait(timeout=60)
+        try:
+            head.wait(timeout=60)
+        except subprocess.TimeoutExpired:  # on a busy machine Ray waits longer for its own processes
+            os.killpg(head.pid, signal.SIGKILL)
+            head.wait()
         subprocess.run(["rm", "-rf", short], check=True)
+
+
+def submitted_job(cluster: Cluster) -> dict[str, str]:
+    """The one job of ours: the cluster's first, trivial one may be there once or twice."""
+    (job,) = [j for j in cluster.get("/api/jobs/") if j["type"] == "SUBMISSION" and "kvshot" in j["entrypoint"]]  # type: ignore[attr-defined]
+    return job  # type: ignore[no-any-return]
 
 
 def job_environment(cluster: Cluster, root: Path) -> dict[str, str]:
@@ -122,8 +131,8 @@ def test_a_capture_is_submitted_followed_and_succeeds(cluster: Cluster, tiny_tar
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"capture: train-000000\.tar: 3 conversations, .* of 5 shards", done.stdout), done.stdout
     assert "capture: 15 conversations" in done.stdout
-    (job,) = [j for j in cluster.get("/api/jobs/") if j["type"] == "SUBMISSION"]  # type: ignore[attr-defined]
-    assert job["status"] == "SUCCEEDED" and "kvshot capture" in job["entrypoint"]
+    job = submitted_job(cluster)
+    assert job["status"] == "SUCCEEDED"
     assert Manifest.load(tmp_path / "features").splits["train"].samples == 12
     tasks = {task["name"] for task in cluster.get("/api/v0/tasks?detail=0")["data"]["result"]["result"]}  # type: ignore[index]
     assert {"train-000003.tar", "heldout-000000.tar"} <= tasks, "the dashboard shows the shards by name"
@@ -151,7 +160,7 @@ def test_a_training_is_stopped_with_a_checkpoint_and_the_same_command_goes_on(cl
     while not (r.run_dir / "checkpoints" / "latest").is_file():
         assert time.monotonic() < deadline and submitted.poll() is None, submitted.communicate()[0]
         time.sleep(0.05)
-    (job,) = [j for j in cluster.get("/api/jobs/") if j["type"] == "SUBMISSION"]  # type: ignore[attr-defined]
+    job = submitted_job(cluster)
     stop = ["ray", "job", "stop", "--address", cluster.dashboard, job["submission_id"]]
     subprocess.run(stop, env=environment | {"RAY_AUTH_MODE": "token"}, check=True, timeout=240, capture_output=True)
     said = submitted.communicate(timeout=240)[0]
