@@ -235,6 +235,7 @@ def test_the_table_says_type_default_and_condition() -> None:
         ("objective: {anchors: 4, row_fraction: 0.5}", "both choose rows"),
         ("objective: {anchors: 4, drift: offline}", "whose rows lie together"),
         ("init: {tensors: ['fc.*']}", "name a drafter in init.warm_start"),
+        ("diagnose_conversations: 4", "set eval_every too"),
     ],
 )
 def test_impossible_combinations_say_what_to_change(tmp_path: Path, train: str, said: str) -> None:

@@ -32,15 +32,18 @@ from kvshot_ds.config.preparation import (
 )
 from kvshot_ds.config.recipe import Recipe, dump_recipe, load_recipe, merge, parse_override
 from kvshot_ds.config.stages import CaptureConfig, DecodeConfig, EvalConfig, FeatureConfig, RayConfig, ReportConfig, StoreConfig, TargetConfig
+from kvshot_ds.config.sweep import ALIASES, DiagnoseConfig, HalvingConfig, SweepConfig
 from kvshot_ds.config.training import GroupConfig, InitConfig, ObjectiveConfig, OptimConfig, TrainConfig
 
 __all__ = [
+    "ALIASES",
     "AnyDrafterConfig",
     "BlockConfig",
     "CaptureConfig",
     "CleaningConfig",
     "DFlashConfig",
     "DecodeConfig",
+    "DiagnoseConfig",
     "DrafterConfig",
     "Dtype",
     "EndpointConfig",
@@ -48,6 +51,7 @@ __all__ = [
     "FeatureConfig",
     "GateConfig",
     "GroupConfig",
+    "HalvingConfig",
     "HiddenOnlyConfig",
     "HybridBlockConfig",
     "HybridConfig",
@@ -68,6 +72,7 @@ __all__ = [
     "SourceConfig",
     "Storage",
     "StoreConfig",
+    "SweepConfig",
     "SynthesisConfig",
     "TargetConfig",
     "TemplateConfig",

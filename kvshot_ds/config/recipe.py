@@ -12,6 +12,7 @@ from upath import UPath
 from kvshot_ds.config.base import Section
 from kvshot_ds.config.preparation import PrepConfig
 from kvshot_ds.config.stages import CaptureConfig, DecodeConfig, EvalConfig, RayConfig, ReportConfig, TargetConfig
+from kvshot_ds.config.sweep import DiagnoseConfig, SweepConfig
 from kvshot_ds.config.training import TrainConfig
 from kvshot_ds.errors import ConfigError
 from kvshot_ds.files import AnyPath, location
@@ -40,12 +41,15 @@ class Recipe(Section):
     shards: Annotated[Path | UPath | None, PlainValidator(_place), PlainSerializer(_text, when_used="json")] = Field(
         None, description="feature shards: a folder, or a URL such as s3://bucket/folder (pip install s3fs) or gs://bucket/folder; empty means work/features"
     )
+    runs: Path | None = Field(None, description="folder of the run folders; empty means work/runs (a sweep's trials lie in work/trials)")
     target: TargetConfig = Field(description="the frozen model")
     prep: PrepConfig = Field(default_factory=PrepConfig, description="kvshot prep")
     capture: CaptureConfig = Field(default_factory=CaptureConfig, description="kvshot capture")
     train: TrainConfig = Field(default_factory=TrainConfig, description="kvshot train")
     ray: RayConfig = Field(default_factory=RayConfig, description="kvshot train --ray")
     eval: EvalConfig = Field(default_factory=EvalConfig, description="kvshot eval")
+    sweep: SweepConfig = Field(default_factory=SweepConfig, description="kvshot sweep run")
+    diagnose: DiagnoseConfig = Field(default_factory=DiagnoseConfig, description="kvshot diagnose")
     decode: DecodeConfig = Field(default_factory=DecodeConfig, description="kvshot decode")
     report: ReportConfig = Field(default_factory=ReportConfig, description="kvshot report")
 
@@ -59,7 +63,7 @@ class Recipe(Section):
 
     @property
     def run_dir(self) -> Path:
-        return self.work / "runs" / self.name
+        return (self.runs or self.work / "runs") / self.name
 
 
 class _Loader(yaml.SafeLoader):

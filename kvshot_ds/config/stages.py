@@ -100,4 +100,4 @@ class ReportConfig(Section):
 
     title: str = Field("kvshot-ds report", description="heading of the page")
     note: str | None = Field(None, description="what a reader must know of these numbers, shown with them")
-    runs: tuple[Path, ...] = Field((), description="run folders shown; empty means every run below work/runs")
+    runs: tuple[Path, ...] = Field((), description="folders of runs and of sweeps shown; empty means every run and every sweep below work")

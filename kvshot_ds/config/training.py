@@ -120,7 +120,8 @@ class OptimConfig(Section):
 # What may change from one start of a run to the next: the weights it ends in are the same, but for rounding.
 OPERATIONAL = frozenset({
     "conversations_per_micro_batch", "tokens_per_micro_batch", "data_workers", "log_every", "checkpoint_every", "keep_checkpoints", "keep_best",
-    "checkpoint_writer", "eval_every", "eval_conversations", "threads_per_rank", "verify_shards", "on_bad_data", "max_minutes", "hang_minutes", "peak_tflops",
+    "checkpoint_writer", "eval_every", "eval_conversations", "diagnose_conversations", "threads_per_rank",
+    "verify_shards", "on_bad_data", "max_minutes", "hang_minutes", "peak_tflops",
     "trackers", "shard_frozen", "recompute",
 })  # fmt: skip
 
@@ -170,6 +171,9 @@ class TrainConfig(Section):
     checkpoint_writer: Literal["plain", "async"] = Field("plain", description="async: training goes on while the checkpoint is written")
     eval_every: int = Field(0, ge=0, description="optimizer steps between looks at the held-out split, for TensorBoard and keep_best; 0: none")
     eval_conversations: int = Field(64, ge=0, description="held-out conversations looked at; 0: all")
+    diagnose_conversations: int = Field(
+        0, ge=0, description="of the held-out conversations, so many also show query estimation, gate and drift by step at each look (eval_every); 0: none"
+    )
     max_minutes: float = Field(0, ge=0, description="stop with a checkpoint after so long, as if preempted; 0: no limit [minutes]")
     hang_minutes: float = Field(30, gt=0, description="stop when a rank makes no progress for so long [minutes]")
     peak_tflops: float = Field(0, ge=0, description="peak of one device for MFU; 0: known accelerators by name, none on CPU [TFLOP/s]")
@@ -207,9 +211,11 @@ class TrainConfig(Section):
         return self.model_dump(mode="json", exclude=set(OPERATIONAL))
 
     @model_validator(mode="after")
-    def _best_is_measured(self) -> TrainConfig:
+    def _held_out_is_looked_at(self) -> TrainConfig:
         if self.keep_best != "none" and not self.eval_every:
             raise ValueError(f"keep_best={self.keep_best} compares held-out values: set eval_every too")
+        if self.diagnose_conversations and not self.eval_every:
+            raise ValueError(f"diagnose_conversations={self.diagnose_conversations} are looked at with the held-out split: set eval_every too")
         return self
 
     @model_validator(mode="after")
