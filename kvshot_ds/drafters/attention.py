@@ -35,6 +35,14 @@ class Span:
     anchor: int
 
 
+@dataclass(frozen=True)
+class Hidden:
+    """Prefix keys that are kept from a row, for diagnosis: those that stand least, least + 1, … most before its anchor (most None: and all before)."""
+
+    least: int
+    most: int | None = None
+
+
 class KV(NamedTuple):
     """Keys and values, each [n, G, D]."""
 
@@ -111,17 +119,47 @@ def _anchors(spans: Sequence[Span], rows: int, device: torch.device) -> torch.Te
     return torch.tensor(anchors).to(device, non_blocking=True)
 
 
-def merged_attention(q: torch.Tensor, prefix: KV | None, steps: Sequence[KV], spans: Sequence[Span], scale: float) -> torch.Tensor:
+def merged_attention(
+    q: torch.Tensor, prefix: KV | None, steps: Sequence[KV], spans: Sequence[Span], scale: float, hidden: Hidden | None = None
+) -> torch.Tensor:
     """Attention of N rows of b queries over their prefix and the entries of their own.
 
     q [N, b, A, D]; prefix [T, G, D] or None (no prefix at all); steps: entries of the rows, each [N, G, D] and visible to
     all b queries of its row; spans cover every row once if there is a prefix; A a multiple of G. Returns [N, b, A, D] in
     q's dtype. Differentiable in q, prefix and steps. Raises ValueError when there is nothing to attend to.
+    hidden: a part of the prefix that no row sees; every row has to see something besides. Slower, as no kernel does it.
     """
     if prefix is None and not steps:
         raise ValueError("merged_attention: neither a prefix nor draft steps to attend to")
+    if prefix is not None and hidden is not None:
+        return _partly_hidden(q, prefix, steps, spans, scale, hidden)
     k, v = prefix if prefix is not None else (None, None)
     return _Merged.apply(q, k, v, _plan(q, spans if prefix is not None else (), scale), *(s.k for s in steps), *(s.v for s in steps))
+
+
+def _partly_hidden(q: torch.Tensor, prefix: KV, steps: Sequence[KV], spans: Sequence[Span], scale: float, hidden: Hidden) -> torch.Tensor:
+    """In plain operations, a few rows against all their keys at a time."""
+    out, wide = [], torch.promote_types(q.dtype, torch.float32)
+    for s in spans:
+        for anchor in range(s.anchor, s.anchor + s.count, _REACH):
+            end = min(anchor + _REACH, s.anchor + s.count)
+            rows = slice(s.row + anchor - s.anchor, s.row + end - s.anchor)
+            first = s.start if hidden.most is not None else min(max(s.start, anchor - hidden.least + 1), end)
+            keys, values = (x[first:end].to(wide) for x in prefix)
+            distance = torch.arange(anchor, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)
+            withheld = distance >= hidden.least if hidden.most is None else (distance >= hidden.least) & (distance <= hidden.most)
+            mine = _grouped(q[rows], keys.transpose(0, 1)[None])  # [n, G, b·A/G, D]
+            scores = torch.einsum("nghd,mgd->nghm", mine, keys).mul(scale).masked_fill((withheld | (distance < 0))[:, None, None], float("-inf"))
+            parts = [scores]
+            if steps:
+                own_keys, own_values = (torch.stack([x[rows] for x in part], 2).to(wide) for part in zip(*steps, strict=True))
+                parts.append(mine @ own_keys.transpose(-1, -2) * scale)
+            weights = torch.softmax(torch.cat(parts, -1), -1)
+            found = torch.einsum("nghm,mgd->nghd", weights[..., : end - first], values)
+            if steps:
+                found = found + weights[..., end - first :] @ own_values
+            out.append(_ungrouped(found, q[rows]))
+    return torch.cat(out).to(q.dtype) if out else torch.empty_like(q)
 
 
 class _Plan(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from kvshot_ds.config import GateConfig
-from kvshot_ds.drafters.attention import KV, merged_attention
+from kvshot_ds.drafters.attention import KV, Hidden, merged_attention
 from kvshot_ds.drafters.gate import GatedDelta
 from kvshot_ds.drafters.layers import MLP, Projections, RMSNorm, Rotation, rotate
 from kvshot_ds.drafters.projector import KVProjector
@@ -100,11 +100,11 @@ class DraftLayer(nn.Module):
             u, residual, at_self, at_cross = u[select], residual[select], at_self.select(select), at_cross.select(select)
         n = o = query = None
         if self.self_attn is not None:
-            n = _attend(self.self_attn, rotate(self.self_attn.query(u), at_self), own, rows, block)
+            n = _attend(self.self_attn, rotate(self.self_attn.query(u), at_self), own, rows, rows.hidden_own, block)
         if self.cross_attn is not None:
             cross = cross.stepped(_entries(self.cross_attn.key_value(u, at_cross), block))
             query = self.cross_attn.query(u)
-            o = _attend(self.cross_attn, rotate(query, at_cross), cross, rows, block)
+            o = _attend(self.cross_attn, rotate(query, at_cross), cross, rows, rows.hidden_cross, block)
         done = self.finish(residual, n, o, extras.kv_branch)
         if self.mix is not None:
             self.mix.last_gate = None if done.gate is None else done.gate.detach()
@@ -139,6 +139,6 @@ def _entries(kv: KV, block: int) -> list[KV]:
     return [KV(k, v) for k, v in zip(kv.k.unflatten(0, (-1, block)).unbind(1), kv.v.unflatten(0, (-1, block)).unbind(1), strict=True)]
 
 
-def _attend(path: Projections, q: torch.Tensor, memory: Memory, rows: Rows, block: int) -> torch.Tensor:
+def _attend(path: Projections, q: torch.Tensor, memory: Memory, rows: Rows, hidden: Hidden | None, block: int) -> torch.Tensor:
     """Heads of all inputs: q [N * block, A, D] -> [N * block, A·D]."""
-    return merged_attention(q.unflatten(0, (-1, block)), memory.prefix, memory.steps, rows.spans, path.scale).flatten(0, 1).flatten(1)
+    return merged_attention(q.unflatten(0, (-1, block)), memory.prefix, memory.steps, rows.spans, path.scale, hidden).flatten(0, 1).flatten(1)

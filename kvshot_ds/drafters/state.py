@@ -8,15 +8,20 @@ from typing import NamedTuple
 
 import torch
 
-from kvshot_ds.drafters.attention import KV, Span
+from kvshot_ds.drafters.attention import KV, Hidden, Span
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Query rows. positions [n] int64: the anchor position t of each row inside its document. spans: the keys they see."""
+    """Query rows. positions [n] int64: the anchor position t of each row inside its document. spans: the keys they see.
+
+    hidden_own, hidden_cross: of these, what diagnosis keeps from the self path and from the cross path.
+    """
 
     positions: torch.Tensor
     spans: Sequence[Span]
+    hidden_own: Hidden | None = None
+    hidden_cross: Hidden | None = None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvshot_ds.drafters.attention import Span
+from kvshot_ds.drafters.attention import Hidden, Span
 from kvshot_ds.drafters.state import Rows, Start
 from kvshot_ds.features.batch import Batch
 
@@ -31,6 +31,7 @@ class RowPlan:
     labels [R]: the token after each teacher row. shifted [K, N], with offline drift only: the row anchored at t + k.
     conversation [N]: index of the row's conversation in the batch. spans_all, spans_rows: keys seen, on the host.
     teacher_bounds: offsets into the M pairs of each teacher row, on the host [R + 1].
+    hidden: keys that diagnosis keeps from every position's self path and cross path.
     """
 
     anchors: torch.Tensor
@@ -47,6 +48,7 @@ class RowPlan:
     spans_rows: tuple[Span, ...]
     teacher_bounds: npt.NDArray[np.int64]
     shifted: torch.Tensor | None = None
+    hidden: tuple[Hidden | None, Hidden | None] = (None, None)
 
     def to(self, device: torch.device | str) -> RowPlan:
         moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self) if isinstance(getattr(self, f.name), torch.Tensor)}
@@ -147,8 +149,8 @@ def training_start(batch: Batch, plan: RowPlan) -> Start:
         hidden=batch.hidden,
         keys=batch.keys_of,
         values=batch.values_of,
-        all=Rows(plan.positions, plan.spans_all),
-        rows=Rows(plan.positions[plan.anchors], plan.spans_rows),
+        all=Rows(plan.positions, plan.spans_all, *plan.hidden),
+        rows=Rows(plan.positions[plan.anchors], plan.spans_rows, *plan.hidden),
         select=plan.anchors,
     )
 

@@ -23,7 +23,7 @@ from kvshot_ds.errors import KvshotError, Preempted
 from kvshot_ds.files import abandoned, read_object, write_atomic, write_json
 from kvshot_ds.training import heldout, rng, universal
 from kvshot_ds.training.ema import Average
-from kvshot_ds.training.engine import World
+from kvshot_ds.training.engine import World, side_group
 from kvshot_ds.training.schedule import Schedule
 from kvshot_ds.training.verification import told_by_first
 from kvshot_ds.typed import parse
@@ -150,7 +150,7 @@ class Checkpoints:
         self.found, self.notes = told_by_first(world, lambda: find(self.folder))
         beside = recipe.train.checkpoint_writer == "async"
         self._writer = Writer(beside)
-        self._group = dist.new_group(backend="gloo") if beside else None
+        self._group = side_group("checkpoints") if beside else None
         self._pending: tuple[State, Best | None] | None = None
 
     def options(self, ds_config: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from kvshot_ds.metrics import StepCounts
 from kvshot_ds.objectives.alignment import plan_rows
 from kvshot_ds.objectives.objective import Objective
 from kvshot_ds.training.control import Control
+from kvshot_ds.training.diagnosis import Diagnosis
 from kvshot_ds.training.engine import World
 from kvshot_ds.training.verification import faults, told_by_first
 from kvshot_ds.typed import parse
@@ -50,6 +51,9 @@ class Heldout:
         self.options = measuring(recipe, self.steps, recipe.train.drafter)
         told_by_first(world, lambda: _forget(recipe.run_dir, start))
         self.wanted = ("tokens", "turn", *self.shards.manifest.spec.serving(objective.drafter.required_features()))
+        self.diagnosis = Diagnosis(recipe, world, engine, objective, self.shards) if recipe.train.diagnose_conversations else None
+        for note in self.diagnosis.notes if self.diagnosis is not None and world.rank == 0 else ():
+            print(f"{recipe.name}: {note}")
 
     def due(self, step: int, last: bool) -> bool:
         return last or step % self.recipe.train.eval_every == 0
@@ -59,15 +63,17 @@ class Heldout:
         return self.due(step, last) and told_by_first(self.world, lambda: str(step) not in measured(self.recipe.run_dir))
 
     def look(self, step: int, control: Control) -> dict[str, float] | str:
-        """heldout/… after `step` optimizer steps, the same on all ranks; or why the run is to stop. All ranks call it.
+        """heldout/… after `step` optimizer steps, and what the diagnostics show, the same on all ranks; or why the run is to stop. All ranks call it.
 
         heldout/loss is the objective's default (soft cross-entropy, steps weighted .8^k) a supervised row, whatever the run optimises.
         """
-        sums = self._sums(control)
-        if isinstance(sums, str):
-            return sums
+        with self._measuring():
+            sums = self._sums(control)
+            shown = {} if self.diagnosis is None or isinstance(sums, str) else self.diagnosis.look(control)
+        if isinstance(sums, str) or isinstance(shown, str):
+            return sums if isinstance(sums, str) else shown
         counts, weighted = StepCounts.unstack(sums[:4]).total(), sums[4].sum()
-        found = {"heldout/loss": float(weighted / counts.den[0]), "heldout/conversations": float(sums.shape[1])} | metrics.points(counts, "heldout")
+        found = {"heldout/loss": float(weighted / counts.den[0]), "heldout/conversations": float(sums.shape[1])} | metrics.points(counts, "heldout") | shown
         if self.world.rank == 0:
             try:
                 _remember(self.recipe.run_dir, step, found)
@@ -81,17 +87,16 @@ class Heldout:
         chosen = measurable(self.shards, self.recipe.train.eval_conversations)
         starts = range(0, len(chosen), together)
         total = torch.zeros(5, len(chosen), self.steps, dtype=torch.float64, device=device)
-        with self._measuring():
-            for turn in range(-(-len(starts) // self.world.size)):
-                if why := control.agreed():
-                    return why
-                number = turn * self.world.size + self.world.rank
-                at = starts[number] if number < len(starts) else 0
-                batch = collate([self.shards.read_packed(i, self.wanted) for i in chosen[at : at + together]])
-                plan = plan_rows(batch, self.options.steps)
-                sums = conversation_sums(self.engine, batch, plan, self.steps, device, self.objective.drafter.norm.weight.dtype)
-                if number < len(starts):
-                    total[:, at : at + together] = sums
+        for turn in range(-(-len(starts) // self.world.size)):
+            if why := control.agreed():
+                return why
+            number = turn * self.world.size + self.world.rank
+            at = starts[number] if number < len(starts) else 0
+            batch = collate([self.shards.read_packed(i, self.wanted) for i in chosen[at : at + together]])
+            plan = plan_rows(batch, self.options.steps)
+            sums = conversation_sums(self.engine, batch, plan, self.steps, device, self.objective.drafter.norm.weight.dtype)
+            if number < len(starts):
+                total[:, at : at + together] = sums
         dist.all_reduce(total)  # each place was filled by one rank: nothing is rounded
         return total.cpu().numpy()
 

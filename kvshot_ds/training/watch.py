@@ -77,13 +77,18 @@ class Meter:
         return int(first) if bool(first.isfinite()) else None
 
     def optimizer(self, norm: float | None) -> dict[str, float]:
-        """Learning rates and gradient norms of the step that was looked at; `norm`: DeepSpeed's own, over all parameters before clipping."""
+        """Learning rates and gradient norms of the step that was looked at; `norm`: DeepSpeed's own, over all parameters before clipping.
+
+        grad_norm/GROUP is per supervised row, as the objective is; grad_norm_relative/GROUP, that over the norm of the group's weights.
+        """
         if self.norms is None:
             return {}
         out = {"train/lr": self.rates[0], "train/grad_norm": float(norm or 0.0)}
         if len(set(self.rates)) > 1:  # in the order of optim.parameter_groups
             out |= {f"train/lr/{i}": rate for i, rate in enumerate(self.rates)}
-        out |= {f"grad_norm/{group}": value for group, value in zip(gradients.GROUPS, self.norms.tolist(), strict=True) if value}
+        for group, norm_of, weights in zip(gradients.GROUPS, *self.norms.tolist(), strict=True):
+            out |= {f"grad_norm/{group}": norm_of} if norm_of else {}
+            out |= {f"grad_norm_relative/{group}": norm_of / weights} if norm_of and weights else {}
         self.norms = None
         return out
 
