@@ -34,20 +34,27 @@ def write_target(folder: Path, g: Geometry) -> Path:
     return folder
 
 
-def write_features(folder: Path, target: Path, spec: FeatureSpec, lengths: Sequence[int], supervised: float) -> Path:
-    """A train split of conversations of `lengths` tokens, of each the last share `supervised` an answer. The values are random and alike in all."""
+def write_features(folder: Path, target: Path, spec: FeatureSpec, lengths: Sequence[int], supervised: float, heldout: Sequence[int] = ()) -> Path:
+    """A train split of conversations of `lengths` tokens, of each the last share `supervised` an answer, and a held-out one where `heldout` has lengths.
+
+    The values are random and alike in all.
+    """
     g = load_geometry(target)
-    random, counts, indexes = torch.Generator().manual_seed(0), torch.zeros(g.vocab_size, dtype=torch.int64), []
-    for number, first in enumerate(range(0, len(lengths), _PER_SHARD)):
-        with ShardWriter(folder, shard_name("train", number)) as writer:
-            keys = [f"c-{i:06d}" for i in range(first, min(len(lengths), first + _PER_SHARD))]
-            for key, length in zip(keys, lengths[first:], strict=False):
-                sample = _sample(spec, g, length, round(length * (1 - supervised)), random)
-                counts += sample["tokens"].long().bincount(minlength=g.vocab_size)
-                writer.write(key, sample, {"id": key})
-            indexes.append(writer.commit(keys))
+    random, counts, splits = torch.Generator().manual_seed(0), torch.zeros(g.vocab_size, dtype=torch.int64), dict[str, SplitCounts]()
+    for split, of_split in {"train": lengths, **({"heldout": heldout} if heldout else {})}.items():
+        indexes = []
+        for number, first in enumerate(range(0, len(of_split), _PER_SHARD)):
+            with ShardWriter(folder, shard_name(split, number)) as writer:
+                keys = [f"{split[0]}-{i:06d}" for i in range(first, min(len(of_split), first + _PER_SHARD))]
+                for key, length in zip(keys, of_split[first:], strict=False):
+                    sample = _sample(spec, g, length, round(length * (1 - supervised)), random)
+                    if split == "train":
+                        counts += sample["tokens"].long().bincount(minlength=g.vocab_size)
+                    writer.write(key, sample, {"id": key})
+                indexes.append(writer.commit(keys))
+        splits[split] = SplitCounts.of(indexes)
     save_token_counts(folder, counts)
-    Manifest("synthetic", weights_digest(target), "0" * 64, g, spec, {"train": SplitCounts.of(indexes)}, 0).save(folder)
+    Manifest("synthetic", weights_digest(target), "0" * 64, g, spec, splits, 0).save(folder)
     return folder
 
 

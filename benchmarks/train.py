@@ -123,16 +123,15 @@ def child(case: dict[str, Any]) -> dict[str, Any]:
     return against_bare(recipe, case["clock"], case["rounds"]) if case["bare"] else {"trainer": [by_trainer(recipe, case["clock"])]}
 
 
-def prepared(work: Path, drafter: dict[str, Any], train: dict[str, Any], length: int, conversations: int, width: int) -> Recipe:
-    """A recipe over synthetic features of SmolLM2's shape, `width` wide, below `work`."""
+def prepared(work: Path, drafter: dict[str, Any], train: dict[str, Any], length: int, conversations: int, width: int, heldout: int = 0) -> Recipe:
+    """A recipe over synthetic features of SmolLM2's shape, `width` wide, below `work`; with so many held-out conversations too."""
     g = SHAPES["smollm2-135m"]
     g = g if width == g.hidden_size else replace(g, hidden_size=width, heads=2, kv_heads=1, head_dim=width // 2, intermediate_size=2 * width, vocab_size=512)
     target = write_target(work / "target", g)
     recipe = recipe_of(work, work / "features", target, drafter, train)
     needed = weightless(recipe.train.drafter, g, recipe.train.draft_vocab_size).required_features()
-    write_features(
-        work / "features", target, FeatureSpec(needed.hidden_layers, needed.kv_layers, "last_hidden", Store.all("bf16")), [length] * conversations, 0.7
-    )
+    spec = FeatureSpec(needed.hidden_layers, needed.kv_layers, "last_hidden", Store.all("bf16"))
+    write_features(work / "features", target, spec, [length] * conversations, 0.7, [length] * heldout)
     return recipe
 
 

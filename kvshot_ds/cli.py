@@ -26,12 +26,14 @@ STAGES = {
     "capture": ("data_prep.orchestrate", "Prepared conversations in; feature shards of the target out (Ray)."),
     "train": ("kvshot_ds.training.launch", "Feature shards in; a trained drafter out (DeepSpeed)."),
     "eval": ("kvshot_ds.evaluation", "Held-out step-wise acceptance of a trained drafter."),
+    "diagnose": ("kvshot_ds.diagnostics.run", "Query estimation, gradient flow, gate, context use and drift of a trained drafter."),
     "decode": ("kvshot_ds.decoding.run", "Speculative decoding on held-out prompts, checked against the target's own generate."),
-    "report": ("kvshot_ds.report.build", "One self-contained HTML page of everything measured."),
+    "report": ("kvshot_ds.report.build", "One self-contained HTML page of everything measured: of a recipe, or of folders of runs and sweeps."),
 }
 COMMON = "Options of the recipe as a whole (name, work, target.path, ...): kvshot config options"
 RANKS = "For several ranks: deepspeed --num_accelerators N --module kvshot_ds.cli train RECIPE [section.field=value ...]"
 
+FOLDERS = "Of folders: kvshot report RUN_OR_SWEEP [RUN_OR_SWEEP ...] [--out DIR]"
 SHOW = "To look at what it made, token by token: kvshot prep show RECIPE [ID | LINE]"
 
 
@@ -90,12 +92,27 @@ def _stage(name: str, module: str, text: str) -> click.Command:
         resolved = load_recipe(recipe, split_overrides(overrides))
         importlib.import_module("kvshot_ds.training.on_ray" if on_ray else module).run(resolved)
 
-    more = {"train": RANKS, "prep": SHOW}.get(name)
+    more = {"train": RANKS, "prep": SHOW, "report": FOLDERS}.get(name)
     kind = PrepCommand if name == "prep" else StageCommand
-    command = _with_recipe(kind(name, help=text, callback=run, epilog=f"{COMMON}\n\n{more}" if more else COMMON))
+    command = _with_recipe(kind(name, help=text, callback=_report if name == "report" else run, epilog=f"{COMMON}\n\n{more}" if more else COMMON))
     if name == "train":
         command.params.append(click.Option(["--ray", "on_ray"], is_flag=True, help="let Ray place ray.ranks ranks (kvshot config options ray)"))
+    if name == "report":
+        command.params.append(click.Option(["--out"], type=click.Path(path_type=Path), help="folder of the report; default: work/report, or beside the sweep"))
     return command
+
+
+def _report(recipe: Path, overrides: tuple[str, ...], out: Path | None) -> None:
+    """Of a recipe, or of folders where the first word is one."""
+    from kvshot_ds.config import load_recipe
+
+    build = importlib.import_module("kvshot_ds.report.build")
+    if not recipe.is_dir():
+        build.run(load_recipe(recipe, split_overrides(overrides)), out)
+        return
+    if others := [word for word in overrides if not Path(word).is_dir()]:
+        raise ConfigError(f"kvshot report: {recipe} is a folder, {others[0]} is none; give folders of runs and sweeps alone, or a recipe with its overrides")
+    build.run_folders([recipe, *map(Path, overrides)], out)
 
 
 class PrepCommand(StageCommand):
@@ -213,12 +230,65 @@ def _import(source: Path, out: Path, target_folder: Path) -> None:
     click.echo("\n".join(report.lines()))
 
 
+_JSON = click.option("--json", "as_json", is_flag=True, help="print JSON")
+
+
+@cli.group(cls=OrderedGroup)
+def sweep() -> None:
+    """Train many drafters that differ in named options, on Ray, and compare them over seeds."""
+
+
+@click.option("--dry-run", is_flag=True, help="print the trials, what they cost and the disk they take; train nothing")
+@click.option("--target-shape", help="with --dry-run, a known target in place of target.path: smollm2-135m, qwen3-8b or llama3.1-8b")
+@click.option("--conversations", type=click.IntRange(1, 10_000_000), help="with --dry-run, so many conversations in place of the captured or prepared ones")
+@click.option("--tokens-per-conversation", type=click.IntRange(3, 1_000_000), default=1000, show_default=True, help="their length, 60% of it in answers")
+def _sweep_run(
+    recipe: Path, overrides: tuple[str, ...], dry_run: bool, target_shape: str | None, conversations: int | None, tokens_per_conversation: int
+) -> int:
+    """Train every trial of the recipe's sweep, as many at once as fit, measure each, and write WORK/sweeps/NAME. The same command goes on where it stopped.
+
+    Exit status 1 if a trial has failed.
+    """
+    from kvshot_ds.config import load_recipe
+
+    resolved = load_recipe(recipe, split_overrides(overrides))
+    if dry_run:
+        from kvshot_ds.features.plan import Guess
+
+        guess = Guess(conversations, tokens_per_conversation, 0.6) if conversations else None
+        click.echo("\n".join(importlib.import_module("kvshot_ds.sweep.estimate").dry_run(resolved, target_shape, guess)))
+        return 0
+    failed: int = importlib.import_module("kvshot_ds.sweep.run").run(resolved)
+    return 1 if failed else 0
+
+
+sweep.add_command(_with_recipe(click.command("run")(_sweep_run)))
+
+
+@sweep.command("status")
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--follow", is_flag=True, help="go on showing it until the sweep has ended")
+@_JSON
+def _sweep_status(folder: Path, follow: bool, as_json: bool) -> None:
+    """Show how far the trials of the sweep in FOLDER (WORK/sweeps/NAME) are."""
+    importlib.import_module("kvshot_ds.sweep.status").show(folder, follow, as_json)
+
+
+@sweep.command("table")
+@click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--format", "form", type=click.Choice(["text", "markdown", "csv", "latex"]), default="text", show_default=True)
+@click.option("--baseline", help="the cell to compare with, as axis=value [axis=value ...]; default: the recipe's sweep.baseline, or the first cell")
+@click.option("--early", is_flag=True, help="instead, how far the rank of the trials at each look during training agrees with their last rank")
+def _sweep_table(folders: tuple[Path, ...], form: Literal["text", "markdown", "csv", "latex"], baseline: str | None, early: bool) -> None:
+    """Compare the cells of the sweeps in FOLDERS: means over seeds with intervals, and differences from the baseline, paired by seed and conversation."""
+    table = importlib.import_module("kvshot_ds.sweep.table")
+    found = table.early(folders) if early else table.compare(folders, baseline)
+    click.echo(table.rendered(found, form))
+
+
 @cli.group(cls=OrderedGroup)
 def data() -> None:
     """Look into folders of feature shards, check and repair them, join them or take a part. FOLDER may be a URL, s3://bucket/folder."""
-
-
-_JSON = click.option("--json", "as_json", is_flag=True, help="print JSON")
 
 
 @data.command("inspect")

@@ -42,7 +42,9 @@ class Bigram:
 
     @classmethod
     def count(cls, shards: ShardSet) -> Bigram:
-        """Counts pairs (x_j, x_{j+1}) whose tokens belong to one assistant turn: the tokens the drafters are trained on."""
+        """Counts pairs (x_j, x_{j+1}) whose tokens belong to one assistant turn: the tokens the drafters are trained on. Once a process for the same shards."""
+        if (known := _counted.get(shards.digest)) is not None:
+            return known
         vocab = shards.manifest.geometry.vocab_size
         codes = []
         for i in range(len(shards)):
@@ -55,7 +57,12 @@ class Bigram:
         follower = np.full(vocab, overall, dtype=np.int64)
         order = np.lexsort((-second, counts))  # ascending by count; of equal counts the smaller token is written last
         follower[first[order]] = second[order]
-        return cls(follower, int(counts.sum()))
+        _counted.clear()
+        _counted[shards.digest] = found = cls(follower, int(counts.sum()))
+        return found
+
+
+_counted: dict[str, Bigram] = {}  # digest of the shards counted last -> their table
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,19 @@ def run(recipe: Recipe) -> list[dict[str, Any]]:
         results.append(evaluate(recipe, folder, place, heldout, bigram, stamp))
     _print_table(results)
     return results
+
+
+def evaluated(recipe: Recipe) -> bool:
+    """Whether this recipe's own run has the results that `run` would write."""
+    place = recipe.run_dir / "eval.json"
+    if not place.is_file():
+        return False
+    try:
+        folders, _ = drafters_for(recipe.target.path, (), recipe.run_dir, recipe.target.trust_remote_code)
+        shards = ShardSet.open(recipe.shards_dir, "train", look=False), ShardSet.open(recipe.shards_dir, "heldout", look=False)
+        return bool(read_json(place).get("digest") == _stamp(recipe, folders[0], *shards))
+    except (KvshotError, OSError):
+        return False
 
 
 def _stamp(recipe: Recipe, folder: Path, train: ShardSet, heldout: ShardSet) -> str:

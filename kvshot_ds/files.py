@@ -32,6 +32,8 @@ _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "
 _ASIDE = re.compile(r"\..+\.([^.]+)\.(\d+)\.[0-9a-f]{8}\.tmp")
 _HUGE = 1 << 22  # from here on a buffer is made of huge pages [bytes]
 IN_FLIGHT = 64  # exchanges with a store at a time
+_SETTLED = 2.0  # a file changed more recently may change again within the same tick of its clock [s]
+_read_before: dict[tuple[int, ...], str] = {}  # state of a file -> its sha256
 _FORGOTTEN = 3600  # a file being written that nobody has touched for so long belongs to no one [s]
 
 
@@ -233,15 +235,30 @@ def reading(path: AnyPath) -> Iterator[RangeReader]:
 
 
 def file_sha256(path: AnyPath) -> str:
-    """Hexadecimal sha256 of the bytes of `path`. Raises OSError if it cannot be read."""
+    """Hexadecimal sha256 of the bytes of `path`. Raises OSError if it cannot be read.
+
+    A local file that is as it was when this process last read it is not read again.
+    """
     if isinstance(path, Path):
         with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            state = _state(file.fileno())
+            if state not in _read_before:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+                if time.time() - state[-1] / 1e9 < _SETTLED or _state(file.fileno()) != state:
+                    return found
+                _read_before[state] = found
+            return _read_before[state]
     with storage_errors(path), filesystem(path).open(path.path, "rb") as remote:
         total = hashlib.sha256()
         while block := remote.read(1 << 22):
             total.update(block)
         return total.hexdigest()
+
+
+def _state(file: int) -> tuple[int, ...]:
+    """Which file it is, and when it was changed last: the clock of the last number cannot be set back as that of the one before it can."""
+    found = os.fstat(file)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def aside(path: Path) -> Path:

@@ -217,3 +217,19 @@ def test_a_full_disk_is_told_from_other_errors(tmp_path: Path) -> None:
     text = disk_full(OSError(errno.ENOSPC, "No space left on device"), tmp_path)
     assert str(tmp_path) in text and "MB free" in text and "run the command again" in text and "\n" not in text
     assert disk_full(OSError(errno.EACCES, "denied"), tmp_path) == ""
+
+
+def test_a_file_is_read_again_for_its_checksum_only_if_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, read, real = tmp_path / "shard", [], hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda file, name: read.append(1) or real(file, name))
+    path.write_bytes(b"one")
+    assert [file_sha256(path), file_sha256(path)] == [hashlib.sha256(b"one").hexdigest()] * 2
+    assert len(read) == 2, "too young: it could change without its times telling"
+    monkeypatch.setattr("kvshot_ds.files._SETTLED", -1e9)
+    assert [file_sha256(path), file_sha256(path)] == [hashlib.sha256(b"one").hexdigest()] * 2
+    assert len(read) == 3
+    before = path.stat()
+    while path.stat().st_ctime_ns == before.st_ctime_ns:
+        path.write_bytes(b"two")
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert file_sha256(path) == hashlib.sha256(b"two").hexdigest(), "also if its size and its time are as before"

@@ -43,10 +43,18 @@ def test_recipe_loads_and_says_how_to_run_it(path: Path) -> None:
         assert (ROOT / named).is_file(), named
 
 
-@pytest.mark.parametrize("path", [p for p in RECIPES if p.stem != "base"], ids=ids)
+def base_of(path: Path) -> Path:
+    """The recipe from which prep and capture are run for `path`: what it extends."""
+    return path.parent / yaml.safe_load(path.read_text()).get("extends", path.name)
+
+
+@pytest.mark.parametrize("path", [p for p in RECIPES if not p.stem.startswith(("base", "study"))], ids=ids)
 def test_recipes_of_a_target_share_prep_and_capture(path: Path) -> None:
-    recipe, base = load_recipe(path), load_recipe(path.parent / "base.yaml")
-    shared = {"name", "train", "eval", "decode", "report"}
+    recipe, base = load_recipe(path), load_recipe(base_of(path))
+    shared = {"name", "train", "eval", "decode", "report", "ray", "sweep", "diagnose"}
+    if path.stem == "sweep_table6":  # needs one more KV layer: captured from the same conversations into a folder of its own
+        assert recipe.shards_dir != base.shards_dir and recipe.prepared_dir == base.prepared_dir
+        shared |= {"shards", "capture"}
     assert recipe.model_dump(exclude=shared) == base.model_dump(exclude=shared)
 
 

@@ -38,11 +38,12 @@ class Control:
     After Preempted the process stays deaf to SIGTERM and SIGUSR1, with which launchers follow up.
     """
 
-    def __init__(self, config: TrainConfig):
-        self.config = config
+    def __init__(self, config: TrainConfig, spent: dict[str, float] | None = None):
+        """spent: gets the seconds of each phase, without those of the phases within it."""
+        self.config, self.spent = config, {} if spent is None else spent
         self.heard = 0  # number of the first signal
         self.stopping, self.out_of_time = "", False  # why, once all ranks have agreed to stop; whether it is the time limit
-        self._began = self._heard_at = time.monotonic()
+        self._began = self._heard_at = self._turned = time.monotonic()
         self._pulse = Pulse()
         self._before: dict[int, Any] = {}
         self._leaving = False
@@ -60,6 +61,7 @@ class Control:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._leaving = True
+        self._turn(self._pulse.phase)
         if error is None:
             self._answer()
         if self._before:
@@ -98,8 +100,9 @@ class Control:
         """Makes the ranks known to each other's watchdogs. All ranks call it once they are connected."""
         import torch.distributed as dist
 
-        # A group of its own, so that nothing here waits in line behind the training; it may wait as long as the watchdog lets it.
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
+        from kvshot_ds.training.engine import side_group
+
+        self.group = side_group("control", timedelta(days=30))  # it may wait as long as the watchdog lets it
         self._watchdog.rank = world.rank
         if world.size == 1:
             return
@@ -125,12 +128,17 @@ class Control:
         before = self._pulse.phase
         if before == "start" and self.heard:
             raise self._nothing_lost()
-        self._pulse.phase = phase
+        self._turn(phase)
         self.beat()
         yield
         self.beat()
         if before != "start":  # which is over for good
-            self._pulse.phase = before
+            self._turn(before)
+
+    def _turn(self, phase: str) -> None:
+        now, old = time.monotonic(), self._pulse.phase
+        self.spent[old] = self.spent.get(old, 0.0) + now - self._turned
+        self._pulse.phase, self._turned = phase, now
 
     def agreed(self, now: bool = False) -> str:
         """Why all ranks stop, or "". All ranks call it equally often.

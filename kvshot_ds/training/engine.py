@@ -31,6 +31,9 @@ _SECTIONS = {
 }
 
 
+_side: dict[str, tuple[Any, Any]] = {}  # purpose -> (the group of all ranks that it was made from, the group)
+
+
 @dataclass(frozen=True)
 class World:
     """This process among the ranks. device: where it computes."""
@@ -80,6 +83,17 @@ def connect(threads: int, patience: float) -> World:
     return World(torch.distributed.get_rank(), torch.distributed.get_world_size(), device)
 
 
+def side_group(purpose: str, patience: timedelta | None = None) -> Any:
+    """A gloo group of all ranks beside the training's own, so that nothing in it waits in line behind the training. All ranks call it.
+
+    One for each purpose in the life of a process, with its threads and connections: a process may train many times.
+    """
+    world = torch.distributed.group.WORLD
+    if _side.get(purpose, (None, None))[0] is not world:
+        _side[purpose] = world, torch.distributed.new_group(backend="gloo", timeout=patience)
+    return _side[purpose][1]
+
+
 def _skip_shm_build() -> None:
     """On CPU, init_distributed compiles a shared-memory collective (half a minute and a compiler) that training does not use."""
     try:
@@ -120,6 +134,18 @@ def make_engine(objective: Objective, config: TrainConfig, ds_config: dict[str, 
         engine, *_ = deepspeed.initialize(model=objective, optimizer=optimizer, lr_scheduler=schedule, config=full, dist_init_required=False)
     _same_at_every_stage(engine)
     return engine
+
+
+def release(engine: Any) -> None:
+    """Undoes what would keep the engine and all its weights as long as the process lives: hooks on gradients; at ZeRO-3, modules listed and remembered."""
+    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
+
+    engine.destroy()
+    parameter_offload.FWD_MODULE_STACK.clear()
+    remembering = getattr(Coordinator, f"_{Coordinator.__name__}__params_to_release", None)  # a cached method: its cache holds every `self`
+    for cell in getattr(remembering, "__closure__", None) or ():
+        getattr(cell.cell_contents, "cache_clear", lambda: None)()
 
 
 def _adamw(groups: list[dict[str, Any]], config: OptimConfig, offloaded: bool) -> torch.optim.Optimizer:

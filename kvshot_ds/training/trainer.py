@@ -30,7 +30,7 @@ from kvshot_ds.training import checkpoint, trackers
 from kvshot_ds.training.checkpoint import Checkpoints, Progress
 from kvshot_ds.training.control import Control
 from kvshot_ds.training.ema import Average
-from kvshot_ds.training.engine import World, connect, make_engine, precision
+from kvshot_ds.training.engine import World, connect, make_engine, precision, release
 from kvshot_ds.training.heldout import Heldout
 from kvshot_ds.training.loader import MicroBatch, step_batches
 from kvshot_ds.training.plan import step_flops
@@ -90,7 +90,9 @@ def train(recipe: Recipe, control: Control) -> dict[str, Any]:
         with control.during("step"):
             progress = run_steps(setup, progress, control)
             with control.during("export"):
-                return finish(setup, progress)
+                summary = finish(setup, progress)
+    release(setup.engine)
+    return summary
 
 
 def finished(recipe: Recipe) -> dict[str, Any] | None:

@@ -27,7 +27,7 @@ runuser -u munge -- munged --foreground --force --socket="$folder/munge/socket" 
     --pid-file="$folder/munge/pid" --log-file="$folder/munge/log" --seed-file="$folder/munge/seed" 2> "$folder/log/munged" &
 pids+=($!)
 
-# cred_expire is also what a requeued job waits before it starts again, two minutes by default
+# cred_expire is also what a requeued job waits before it starts again, two minutes by default; sched_interval, until that is noticed, a minute
 cat > "$folder/slurm.conf" <<CONF
 ClusterName=kvshot
 SlurmctldHost=$host(127.0.0.1)
@@ -42,6 +42,7 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
+SchedulerParameters=sched_interval=2
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SwitchType=switch/none

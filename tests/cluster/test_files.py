@@ -77,7 +77,7 @@ def test_kuberay_has_room_for_the_ranks_behind_a_token() -> None:
     assert yaml.safe_load(job["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == "600"
 
 
-@pytest.mark.parametrize("name", ["submit_capture", "submit_train"])
+@pytest.mark.parametrize("name", ["submit_capture", "submit_train", "submit_sweep"])
 def test_the_scripts_of_ray_say_how_they_are_used(name: str) -> None:
     done = subprocess.run([ROOT / "cluster" / "ray" / f"{name}.sh"], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr.startswith(f"usage: cluster/ray/{name}.sh RECIPE")

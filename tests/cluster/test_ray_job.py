@@ -1,4 +1,7 @@
-"""cluster/ray/submit_capture.sh and submit_train.sh against a real Ray head with its dashboard, guarded by a token."""
+"""cluster/ray/submit_capture.sh, submit_train.sh and submit_sweep.sh against a real Ray head with its dashboard, guarded by a token.
+
+One head for all tests of the file: after each, whatever of its jobs has not ended is stopped, and each looks at jobs of its own folder alone.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,12 @@ import yaml
 from kvshot_ds.config import Recipe, dump_recipe
 from kvshot_ds.features.manifest import Manifest
 from kvshot_ds.files import read_json
+from kvshot_ds.sweep.folder import SweepFolder
 from tests.data_prep.captures import recipe as capture_recipe
 from tests.data_prep.captures import write_prepared
 
 ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 240  # seconds that anything may take on a loaded machine
 HOST = "127.0.0.2"  # Ray keeps this one; 127.0.0.1 it would replace by the machine's address
 
 
@@ -53,9 +58,38 @@ class Cluster:
         with urllib.request.urlopen(request, timeout=30) as answer:
             return json.load(answer)
 
+    def jobs(self, folder: Path) -> list[dict[str, str]]:
+        """Those submitted with a recipe of this folder."""
+        return [job for job in self.submitted() if f"{folder}/" in job["entrypoint"]]
+
+    def submitted(self) -> list[dict[str, str]]:
+        return [job for job in self.get("/api/jobs/") if job["type"] == "SUBMISSION"]  # type: ignore[attr-defined]
+
+    def settled(self) -> bool:
+        return not any(job["status"] in ("PENDING", "RUNNING") for job in self.submitted())
+
 
 @pytest.fixture
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(head: Cluster) -> Iterator[Cluster]:
+    """The head, on which no job of another test runs."""
+    yield head
+    for job in head.submitted():
+        if job["status"] in ("PENDING", "RUNNING"):
+            head.get(f"/api/jobs/{job['submission_id']}/stop", method="POST")
+    wait_for(head.settled)
+
+
+def wait_for(done: Callable[[], bool], submitted: subprocess.Popen[str] | None = None) -> None:
+    """submitted: fails if it ends before."""
+    deadline = time.monotonic() + PATIENCE
+    while not done():
+        assert submitted is None or submitted.poll() is None, submitted.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     token = os.urandom(32).hex()
     environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
     environment.pop("RAY_ADDRESS", None)
@@ -84,14 +118,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         while True:
             try:
                 # an agent that takes jobs comes up after the dashboard
-                first = found.get("/api/jobs/", method="POST", body={"entrypoint": "true"})["submission_id"]  # type: ignore[index]
+                found.get("/api/jobs/", method="POST", body={"entrypoint": "true"})
                 break
             except (OSError, ValueError):
                 assert head.poll() is None and time.monotonic() < deadline, (folder / "ray.log").read_text()
                 time.sleep(0.5)
-        while found.get(f"/api/jobs/{first}")["status"] in ("PENDING", "RUNNING"):  # type: ignore[index]
-            assert time.monotonic() < deadline
-            time.sleep(0.5)
+        wait_for(found.settled)  # posted once or twice
         yield found
     finally:
         head.send_signal(signal.SIGTERM)
@@ -101,12 +133,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             os.killpg(head.pid, signal.SIGKILL)
             head.wait()
         subprocess.run(["rm", "-rf", short], check=True)
-
-
-def submitted_job(cluster: Cluster) -> dict[str, str]:
-    """The one job of ours: the cluster's first, trivial one may be there once or twice."""
-    (job,) = [j for j in cluster.get("/api/jobs/") if j["type"] == "SUBMISSION" and "kvshot" in j["entrypoint"]]  # type: ignore[attr-defined]
-    return job  # type: ignore[no-any-return]
 
 
 def job_environment(cluster: Cluster, root: Path) -> dict[str, str]:
@@ -119,6 +145,7 @@ def job_environment(cluster: Cluster, root: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_capture_is_submitted_followed_and_succeeds(cluster: Cluster, tiny_target: Path, tmp_path: Path) -> None:
     prepared = write_prepared(tmp_path / "prepared", 12, 3)
     (tmp_path / "a recipe.yaml").write_text(dump_recipe(capture_recipe(tiny_target, prepared, tmp_path / "features")))
@@ -131,7 +158,7 @@ def test_a_capture_is_submitted_followed_and_succeeds(cluster: Cluster, tiny_tar
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"capture: train-000000\.tar: 3 conversations, .* of 5 shards", done.stdout), done.stdout
     assert "capture: 15 conversations" in done.stdout
-    job = submitted_job(cluster)
+    (job,) = cluster.jobs(tmp_path)
     assert job["status"] == "SUCCEEDED"
     assert Manifest.load(tmp_path / "features").splits["train"].samples == 12
     tasks = {task["name"] for task in cluster.get("/api/v0/tasks?detail=0")["data"]["result"]["result"]}  # type: ignore[index]
@@ -156,11 +183,8 @@ def test_a_training_is_stopped_with_a_checkpoint_and_the_same_command_goes_on(cl
     environment = job_environment(cluster, tmp_path / "root")
     command = [ROOT / "cluster" / "ray" / "submit_train.sh", tmp_path / "a recipe.yaml", "ray.ranks=2"]
     submitted = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 240
-    while not (r.run_dir / "checkpoints" / "latest").is_file():
-        assert time.monotonic() < deadline and submitted.poll() is None, submitted.communicate()[0]
-        time.sleep(0.05)
-    job = submitted_job(cluster)
+    wait_for((r.run_dir / "checkpoints" / "latest").is_file, submitted)
+    (job,) = cluster.jobs(tmp_path)
     stop = ["ray", "job", "stop", "--address", cluster.dashboard, job["submission_id"]]
     subprocess.run(stop, env=environment | {"RAY_AUTH_MODE": "token"}, check=True, timeout=240, capture_output=True)
     said = submitted.communicate(timeout=240)[0]
@@ -173,3 +197,35 @@ def test_a_training_is_stopped_with_a_checkpoint_and_the_same_command_goes_on(cl
     ray = {"RAY_AUTH_MODE": "token", "RAY_ADDRESS": cluster.address}
     told = subprocess.run(["kvshot", "doctor", "--folder", tmp_path], env=environment | ray, capture_output=True, text=True, timeout=240, check=False).stdout
     assert re.search(rf"^ok +ray .*RAY_ADDRESS={cluster.address}; token found.*; 1 nodes, clocks within 0\.\d s", told, flags=re.MULTILINE), told
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_sweep_is_stopped_and_the_same_command_trains_what_is_left(cluster: Cluster, recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    """Two trials one after another, the second of which is cut short: it goes on, and the first is not trained again."""
+    lengths = {"length": {"short": {"train.max_steps": 2}, "long": {"train.epochs": 8}}}
+    r = recipe("swept", checkpoint_every=1)
+    r = r.model_copy(update={"sweep": r.sweep.model_validate({"axes": [lengths], "match": "epochs", "parallel": 1})})
+    (tmp_path / "a sweep.yaml").write_text(dump_recipe(r))
+    environment = job_environment(cluster, tmp_path / "root")
+    command = [ROOT / "cluster" / "ray" / "submit_sweep.sh", tmp_path / "a sweep.yaml", "ray.ranks=2"]
+    submitted = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    sweep = SweepFolder(r.work / "sweeps" / "swept")
+    wait_for(lambda: SweepFolder.is_one(sweep.path), submitted)
+    short, long = sweep.trials()
+    assert (short.labels, long.labels) == ({"length": "short"}, {"length": "long"})
+    wait_for((sweep.run_dir(long) / "checkpoints" / "latest").is_file, submitted)
+    (job,) = cluster.jobs(tmp_path)
+    cluster.get(f"/api/jobs/{job['submission_id']}/stop", method="POST")
+    said = submitted.communicate(timeout=240)[0]
+    assert "1 of 2 trials complete" in said, said
+    assert cluster.get(f"/api/jobs/{job['submission_id']}")["status"] == "STOPPED"  # type: ignore[index]
+    before = (sweep.run_dir(short) / "train.json").stat().st_mtime_ns
+    assert not (sweep.run_dir(long) / "train.json").exists()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {name: state.state for name, state in sweep.progress().trials.items()} == {short.name: "complete", long.name: "complete"}
+    assert (sweep.run_dir(short) / "train.json").stat().st_mtime_ns == before, "trained once"
+    summary = read_json(sweep.run_dir(long) / "train.json")
+    assert summary["world_size"] == 2 and len(summary["resumed_from"]) == 1
+    assert all((sweep.run_dir(trial) / "eval.json").is_file() for trial in (short, long))

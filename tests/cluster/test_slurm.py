@@ -1,4 +1,4 @@
-"""cluster/slurm/capture.sbatch: what it starts, with everything around it played; and under a real Slurm of two nodes where one is installed."""
+"""cluster/slurm/capture.sbatch and sweep.sbatch: what they start, with everything around them played; the capture under a real Slurm, where there is one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvshot_ds.features.manifest import Manifest
 from tests.data_prep.captures import recipe, write_prepared
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "cluster" / "slurm" / "capture.sbatch"
+SCRIPT, SWEEP = (ROOT / "cluster" / "slurm" / f"{name}.sbatch" for name in ("capture", "sweep"))
 
 # Each player notes its name, the job's token and its arguments; srun then runs what it was given, without its own options.
 PLAYER = """#!/usr/bin/env bash
@@ -27,18 +27,22 @@ SRUN = """while [ "${1#--}" != "$1" ]; do shift; done
 """
 
 
-def play(folder: Path, nodes: int, *arguments: str, **variables: str) -> list[list[str]]:
+ROLES = {"srun": SRUN, "scontrol": '[ "$1" = requeue ] || seq -f node%.0f 3', "hostname": "echo 10.0.0.7 fe80::1", "python": "cat > /dev/null", "ray": "",
+         "kvshot": "sleep 0.3"}  # fmt: skip
+
+
+def play(folder: Path, nodes: int, *arguments: str, script: Path = SCRIPT, kvshot: str = ROLES["kvshot"], wanted: int = 0, **variables: str) -> list[list[str]]:
     """Runs the script among players; what they noted."""
     bin_folder = folder / ".venv" / "bin"
     bin_folder.mkdir(parents=True)
-    roles = {"srun": SRUN, "scontrol": "seq -f node%.0f 3", "hostname": "echo 10.0.0.7 fe80::1", "python": "cat > /dev/null", "ray": "", "kvshot": "sleep 0.3"}
-    for name, does in roles.items():
+    (folder / "cluster").symlink_to(ROOT / "cluster")
+    for name, does in (ROLES | {"kvshot": kvshot}).items():
         (bin_folder / name).write_text(PLAYER + does + "\n")
         (bin_folder / name).chmod(0o755)
     environment = {**os.environ, "NOTES": str(folder / "notes"), "SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_NODELIST": "node[1-3]", "SLURM_JOB_ID": "42"}
     environment |= {"SLURM_JOB_NAME": "capture", "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_CPUS_ON_NODE": "8", **variables}
-    done = subprocess.run(["bash", SCRIPT, *arguments], env=environment, cwd=folder, capture_output=True, text=True, timeout=30, check=False)
-    assert done.returncode == 0, done.stderr
+    done = subprocess.run(["bash", script, *arguments], env=environment, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == wanted, done.stdout + done.stderr
     return [line.split("|") for line in (folder / "notes").read_text().splitlines()]
 
 
@@ -64,9 +68,34 @@ def test_one_node_has_no_others_and_the_stage_may_be_another(tmp_path: Path) -> 
     assert sum(n[0] == "ray" for n in notes) == 1
 
 
-def test_the_script_says_how_it_is_used() -> None:
-    done = subprocess.run(["bash", SCRIPT], capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stderr.startswith("usage: sbatch cluster/slurm/capture.sbatch RECIPE")
+# The players signal the batch script, which started them, as Slurm does, and then do as the driver does: stop with checkpoints, or not yet listen.
+LISTENS = "trap 'exit 75' USR1 TERM; kill -{signal} $PPID; while true; do sleep 0.1; done"
+DEAF = "kill -{signal} $PPID; exec sleep 60"
+
+
+@pytest.mark.parametrize(
+    ("kvshot", "wanted", "requeued"),
+    [
+        ("exit 0", 0, False),
+        ("exit 1", 1, False),  # trials have failed: they would fail again
+        ("exit 75", 75, False),  # somebody asked the driver itself
+        (LISTENS.format(signal="USR1"), 75, True),
+        (DEAF.format(signal="USR1"), 138, True),
+        (LISTENS.format(signal="TERM"), 75, False),
+    ],
+)
+def test_a_sweep_is_requeued_if_the_time_limit_has_stopped_it(kvshot: str, wanted: int, requeued: bool, tmp_path: Path) -> None:
+    notes = play(tmp_path, 2, "my recipe.yaml", "ray.ranks=2", script=SWEEP, kvshot=kvshot, wanted=wanted)
+    (driver,) = [n for n in notes if n[0] == "kvshot"]
+    assert driver[3] == "sweep run my recipe.yaml ray.ranks=2" and re.fullmatch(r"[0-9a-f]{64}", driver[1])
+    assert sum(n[0] == "ray" for n in notes) >= 2
+    assert [n[3] for n in notes if n[0] == "scontrol" and "requeue" in n[3]] == (["requeue 42"] if requeued else [])
+
+
+@pytest.mark.parametrize("script", [SCRIPT, SWEEP], ids=lambda p: p.stem)
+def test_the_scripts_say_how_they_are_used(script: Path) -> None:
+    done = subprocess.run(["bash", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith(f"usage: sbatch cluster/slurm/{script.name} RECIPE")
 
 
 @pytest.mark.slow
@@ -74,6 +103,7 @@ def test_under_slurm_two_nodes_capture_together(slurm: dict[str, str], tiny_targ
     prepared = write_prepared(tmp_path / "prepared", 24, 3)
     (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe(tiny_target, prepared, tmp_path / "features")))
     (tmp_path / ".venv").symlink_to(Path(sys.executable).parent.parent)
+    (tmp_path / "cluster").symlink_to(ROOT / "cluster")
     command = ["sbatch", "--wait", "--nodes=2", "--ntasks-per-node=1", "--time=5", str(SCRIPT), "recipe.yaml", "capture.workers=2"]
     job = subprocess.Popen(command, cwd=tmp_path, env={**slurm, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:

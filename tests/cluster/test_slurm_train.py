@@ -136,6 +136,7 @@ RANK = """#!{python}
 import os, pathlib, signal, sys, time
 signal.signal(signal.SIGUSR1, lambda *_: os._exit(75))
 task = os.environ["SLURM_ARRAY_TASK_ID"]
+pathlib.Path(f"told-{{task}}").write_text(" ".join(sys.argv))
 with open(f"starts-{{task}}", "a") as file:
     file.write(os.environ["SLURM_JOB_ID"] + "\\n")
 while pathlib.Path(f"starts-{{task}}").read_text().count("\\n") == 1 and not pathlib.Path("go").exists():
@@ -144,19 +145,23 @@ while pathlib.Path(f"starts-{{task}}").read_text().count("\\n") == 1 and not pat
 
 
 @pytest.mark.slow
-def test_under_slurm_a_signal_to_one_task_of_an_array_is_not_heard_by_the_others(slurm: dict[str, str], tmp_path: Path) -> None:
+def test_under_slurm_each_task_of_an_array_has_its_seed_and_a_signal_to_one_is_not_heard_by_the_others(
+    slurm: dict[str, str], recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
     """The ranks are played: one waits for the signal or for the file `go`, and ends at once when it is started again."""
     bin_folder = tmp_path / "root" / ".venv" / "bin"
     bin_folder.mkdir(parents=True)
-    for name, text in {"deepspeed": RANK.format(python=sys.executable), "kvshot": "#!/bin/sh\necho name: hybrid\n"}.items():
-        (bin_folder / name).write_text(text)
-        (bin_folder / name).chmod(0o755)
+    (bin_folder / "deepspeed").write_text(RANK.format(python=sys.executable))
+    (bin_folder / "deepspeed").chmod(0o755)
+    (bin_folder / "kvshot").symlink_to(Path(sys.executable).with_name("kvshot"))
     jobs = Jobs(slurm, tmp_path / "root")
-    job = jobs.ask("sbatch", "--parsable", "--time=5", "--array=4-5", str(SEEDS), "r.yaml")
+    job = jobs.submit(SEEDS, recipe("many"), "--array=4-5")
     starts = [jobs.folder / f"starts-{task}" for task in (4, 5)]
     jobs.wait(job, lambda: all(path.is_file() and path.read_text() for path in starts))
     chosen = next(path for path in starts if path.read_text().strip() == job)  # the one whose own number is also that of the array
     (other,) = [path for path in starts if path != chosen]
+    told = [(jobs.folder / f"told-{task}").read_text() for task in (4, 5)]
+    assert [line.partition(" train ")[2] for line in told] == [f"many.yaml name=many-seed{task} train.seed={task}" for task in (4, 5)]
     jobs.ask("scancel", "--batch", "--signal=USR1", f"{job}_{chosen.name.removeprefix('starts-')}")
     jobs.wait(job, lambda: chosen.read_text().count("\n") == 2)
     assert other.read_text().count("\n") == 1
@@ -200,19 +205,8 @@ def test_a_job_that_is_cancelled_leaves_a_checkpoint_from_which_the_next_one_goe
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_an_array_trains_a_run_for_each_seed(jobs: Jobs, recipe: Callable[..., Recipe]) -> None:
-    r = recipe("many", max_steps=2)
-    job = jobs.submit(SEEDS, r, "--array=4-5")
-    jobs.wait(job, lambda: jobs.state(job) == {"COMPLETED"})
-    runs = [r.run_dir.with_name(f"many-seed{seed}") for seed in (4, 5)]
-    assert ["seed: 4" in (folder / "recipe.yaml").read_text() for folder in runs] == [True, False]
-    assert all(read_json(folder / "train.json")["status"] == "complete" for folder in runs)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_srun_may_start_the_ranks_itself(jobs: Jobs, recipe: Callable[..., Recipe]) -> None:
-    alone, r = (recipe(name, "hybrid", epochs=2) for name in ("alone", "direct"))
+    alone, r = (recipe(name, "hybrid", max_steps=6) for name in ("alone", "direct"))
     (jobs.folder / "r.yaml").write_text(dump_recipe(r))
     step = subprocess.Popen(
         ["srun", "--nodes=2", "--ntasks=2", str(Path(sys.executable).with_name("kvshot")), "train", "r.yaml"],

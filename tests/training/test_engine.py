@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import json
-import subprocess
-import sys
+import os
+from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ds_configs
-from kvshot_ds.config import dump_recipe
+from kvshot_ds.config import Recipe
 from kvshot_ds.errors import ConfigError
 from kvshot_ds.files import read_json
 from kvshot_ds.training import trainer
 from kvshot_ds.training.launch import run
-from tests.training.runs import assert_close, before_each_step, board, free_port, rank_environment, weights
+from tests.training import forked
+from tests.training.runs import assert_close, before_each_step, board, free_port, weights
 
 
 @pytest.mark.parametrize(
@@ -87,33 +91,37 @@ def test_an_update_that_deepspeed_leaves_out_stops_the_run(recipe, monkeypatch):
         run(recipe(ds_config="zero2_bf16", log_every=100))
 
 
-JOINED = """
-import sys
-from datetime import timedelta
-from pathlib import Path
-import torch, torch.distributed as dist
-if sys.argv[2] == "joined":
-    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:" + sys.argv[3], rank=0, world_size=1, timeout=timedelta(minutes=7))
-from kvshot_ds.config import load_recipe
-from kvshot_ds.training.launch import run
-run(load_recipe(Path(sys.argv[1])))
-from deepspeed.utils import groups
-for group in (dist.group.WORLD, groups._get_data_parallel_group()):
-    print("patience", group._get_backend(torch.device("cpu")).options._timeout.total_seconds() / 60)
-"""
+def _patience(recipe: Recipe, joined: bool, port: int) -> list[float]:
+    """Minutes that the process group itself waits, and the one that ZeRO uses, after a run in a process without any of the launchers' variables."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    if joined:
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1, timeout=timedelta(minutes=7))
+    run(recipe)
+    from deepspeed.utils import groups
+
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() / 60 for group in (dist.group.WORLD, groups._get_data_parallel_group())]
 
 
 @pytest.mark.parametrize(("joined", "patience"), [("joined", 7), ("alone", 90)])
-def test_a_process_group_of_others_is_used_and_ones_own_outlasts_the_watchdog(recipe, tmp_path, joined, patience):
+def test_a_process_group_of_others_is_used_and_ones_own_outlasts_the_watchdog(recipe, joined, patience):
     """As under Ray Train, which joins the ranks before it calls; here without any of the launchers' variables."""
     r, here = recipe(joined, max_steps=2, hang_minutes=45), recipe("here", max_steps=2)
-    file = tmp_path / "r.yaml"
-    file.write_text(dump_recipe(r))
-    env = {key: value for key, value in rank_environment().items() if not key.startswith("MASTER_")}
-    command = [sys.executable, "-c", JOINED, str(file), joined, str(free_port())]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"patience {float(patience)}\npatience 90.0\n" in done.stdout  # of the group itself, and of the one that ZeRO uses
+    (found,) = forked.Run(1, _patience, r, joined == "joined", free_port()).wait()
+    assert found == [patience, 90.0]
     run(here)
     assert_close(weights(r), weights(here))
     assert read_json(r.run_dir / "train.json")["world_size"] == 1
+
+
+@pytest.mark.parametrize("stage", ["zero0_bf16", "zero2_fp32", "zero3_fp32"])
+def test_nothing_keeps_the_engine_of_a_training_that_is_over(recipe: Callable[..., Recipe], stage: str) -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    def engines() -> int:
+        gc.collect()
+        return sum(type(thing) is DeepSpeedEngine for thing in gc.get_objects())
+
+    before = engines()
+    run(recipe("once", "hybrid", ds_config=stage, max_steps=2))
+    assert engines() == before

@@ -19,8 +19,8 @@ from kvshot_ds.config import Recipe, dump_recipe
 from kvshot_ds.errors import ConfigError, KvshotError, Preempted
 from kvshot_ds.files import read_json
 from kvshot_ds.training import on_ray
+from kvshot_ds.training.actors import Place, WorkerDied, by_node, environments, verdict
 from kvshot_ds.training.launch import run
-from kvshot_ds.training.on_ray import Place, WorkerDied, by_node, environments, verdict
 from kvshot_ds.training.verdict import Sign, of_end
 from tests.training.runs import assert_close, rank_environment, weights
 
