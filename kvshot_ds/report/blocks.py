@@ -9,18 +9,20 @@ from pathlib import Path
 from typing import Literal
 
 from kvshot_ds.metrics import Interval
-from kvshot_ds.report.figures import Chart
+from kvshot_ds.report.figures import Chart, Dots
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell. sub: small second line. value: the number behind the text, unrounded. bars: a histogram drawn in the cell."""
+    """One cell. sub: small second line. value: the number behind the text, unrounded; low, high: of its interval. bars: a histogram drawn in the cell."""
 
     text: str
     sub: str = ""
     value: float | int | None = None
     bars: tuple[int, ...] = ()
     style: int = 0
+    low: float | None = None
+    high: float | None = None
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Numbers right, words left: `words` counts the leading columns that hold words."""
+    """Numbers right, words left: `words` counts the leading columns that hold words. ident: of its file of data, where the caption is no good name."""
 
     caption: str
     head: tuple[str, ...]
     rows: tuple[Row, ...]
     words: int = 1
+    ident: str = ""
     kind: Literal["table"] = "table"
 
 
@@ -68,12 +71,6 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Panel:
-    title: str
-    chart: Chart
-
-
-@dataclass(frozen=True)
 class LegendItem:
     """style None: in the colour of the text, without marker."""
 
@@ -82,6 +79,15 @@ class LegendItem:
     dashed: bool = False
     plain: bool = False
     dotted: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """legend: of this panel alone."""
+
+    title: str
+    chart: Chart | Dots
+    legend: tuple[LegendItem, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -173,7 +179,7 @@ def measured(interval: Interval | None, digits: int = 3) -> Cell:
     """Value over its interval."""
     if interval is None or interval.value is None:
         return NONE
-    return Cell(number(interval.value, digits), bounds(interval, digits), interval.value)
+    return Cell(number(interval.value, digits), bounds(interval, digits), interval.value, low=interval.low, high=interval.high)
 
 
 def duration(seconds: float | None) -> str:

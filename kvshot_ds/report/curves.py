@@ -6,7 +6,6 @@ the summary; `<!-- /curves -->` closes both. Only the text between is replaced. 
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import shlex
@@ -144,15 +143,9 @@ def drawing(runs: tuple[Run, ...]) -> str:
         for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             figures.draw(axes, panel.chart, LIGHT)
             axes.set_title(panel.title, fontsize=11, color=LIGHT.ink, loc="left")
-            _name_curves(axes, panel.chart)
-        out = io.StringIO()
-        figure.savefig(
-            out, format="svg", facecolor=LIGHT.page, metadata={"Date": None, "Creator": None, "Title": " ".join(p.chart.description for p in panels)}
-        )
-    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", out.getvalue(), flags=re.DOTALL)
-    svg = re.sub(r'(width|height)="([\d.]+)pt"', r'\1="\2"', svg[svg.index("<svg") :])
-    svg = re.sub(r"'DejaVu Sans', [^;\"]*sans-serif", "sans-serif", svg)
-    return re.sub(r"\s*\n\s*", "\n", svg)
+            if isinstance(panel.chart, Chart):
+                _name_curves(axes, panel.chart)
+        return figures.alone(figure, " ".join(p.chart.description for p in panels))
 
 
 def _name_curves(axes: Any, chart: Chart) -> None:

@@ -51,7 +51,8 @@ LIGHT = Theme("#1b1f24", "#626a73", "#e3e6ea", "#ffffff", ("#0072b2", "#d55e00",
 
 @dataclass(frozen=True)
 class Series:
-    """One line: y over x, None where undefined; low, high: band. style: index of colour, marker and dash; plain: without markers."""
+    """One line: y over x, None where undefined; low, high: band. style: index of colour, marker and dash; plain: without markers;
+    points: markers with their intervals, not joined by a line."""
 
     label: str
     style: int
@@ -61,6 +62,7 @@ class Series:
     high: tuple[float | None, ...] = ()
     dashed: bool = False
     plain: bool = False
+    points: bool = False
 
     @property
     def dash(self) -> int:
@@ -74,7 +76,8 @@ class Series:
 @dataclass(frozen=True)
 class Chart:
     """Lines over one pair of axes. reference: value of a dotted horizontal line. integer_x: tick at every x (draft steps). y_range: of the axis,
-    None: as the series need it."""
+    None: as the series need it. behind: drawn first, in grey: what the others are to be seen against. log_x: a horizontal
+    axis by doublings. x_ticks: the measured places of an axis; where they are given, intervals are bars."""
 
     x_label: str
     y_label: str
@@ -83,13 +86,45 @@ class Chart:
     reference: float | None = None
     integer_x: bool = False
     y_range: tuple[float, float] | None = None
+    behind: tuple[Series, ...] = ()
+    log_x: bool = False
+    x_ticks: tuple[float, ...] = ()
 
 
-def lines(chart: Chart, ident: str, width: int, height: int) -> str:
+@dataclass(frozen=True)
+class Dot:
+    """A value with its interval, None where undefined."""
+
+    label: str
+    style: int
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Dots:
+    """Values with their intervals, one below the other, each under its label. reference: value of a dotted vertical line. x_range: of the axis,
+    None: as the values need it."""
+
+    x_label: str
+    rows: tuple[Dot, ...]
+    description: str
+    reference: float | None = None
+    x_range: tuple[float, float] | None = None
+
+    @property
+    def height(self) -> int:
+        """CSS pixels that it needs."""
+        return 62 + 38 * len(self.rows)
+
+
+def lines(chart: Chart | Dots, ident: str, width: int, height: int) -> str:
     """`chart` as an SVG element of `width` x `height` CSS pixels. `ident` prefixes the ids inside: unique on a page."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
+    height = chart.height if isinstance(chart, Dots) else height
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": ident, "font.size": 11, "axes.linewidth": 0.8}):
         figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
         draw(figure.subplots(), chart, _PAGE)
@@ -98,10 +133,15 @@ def lines(chart: Chart, ident: str, width: int, height: int) -> str:
     return _inline(out.getvalue(), ident, chart.description)
 
 
-def draw(axes: Any, chart: Chart, theme: Theme) -> None:
+def draw(axes: Any, chart: Chart | Dots, theme: Theme) -> None:
     """`chart` on the axes of a matplotlib figure. Intervals are bands, or bars side by side where bands would hide each other."""
     from matplotlib.ticker import MaxNLocator
 
+    if isinstance(chart, Dots):
+        _draw_dots(axes, chart, theme)
+        return
+    for series in chart.behind:
+        axes.plot(series.x, _floats(series.y), color=theme.grid, linewidth=1.3, zorder=0.5)
     for series, shift in zip(chart.series, shifts(chart), strict=True):
         _draw(axes, series, theme, _has_bars(chart), shift)
     if chart.reference is not None:
@@ -115,8 +155,13 @@ def draw(axes: Any, chart: Chart, theme: Theme) -> None:
     axes.set_axisbelow(True)
     axes.yaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    if chart.log_x:
+        _by_doublings(axes)
     if chart.integer_x:
         axes.set_xticks(sorted({x for s in chart.series for x in s.x}))
+    if chart.x_ticks:
+        axes.set_xticks(chart.x_ticks, [short(x) for x in chart.x_ticks])
+        axes.margins(x=0.08)
     if chart.y_range is not None:
         axes.set_ylim(*chart.y_range)
 
@@ -124,11 +169,11 @@ def draw(axes: Any, chart: Chart, theme: Theme) -> None:
 def shifts(chart: Chart) -> list[float]:
     """How far each series is moved sideways, so that bars stand side by side."""
     n = len(chart.series)
-    return [_SIDE_BY_SIDE * ((i + 0.5) / n - 0.5) if _has_bars(chart) else 0.0 for i in range(n)]
+    return [_SIDE_BY_SIDE * ((i + 0.5) / n - 0.5) if _has_bars(chart) and not chart.x_ticks else 0.0 for i in range(n)]
 
 
 def _has_bars(chart: Chart) -> bool:
-    return chart.integer_x and sum(s.has_interval for s in chart.series) > _BANDS
+    return bool(chart.x_ticks) or (chart.integer_x and sum(s.has_interval for s in chart.series) > _BANDS)
 
 
 def marker(style: int) -> str:
@@ -150,15 +195,71 @@ def _draw(axes: Any, series: Series, theme: Theme, bars: bool, shift: float) -> 
     """One line with its intervals, moved sideways by `shift`; an undefined point leaves a gap."""
     x, paint = [v + shift for v in series.x], theme.series[series.style % COLOURS]
     shape, face = "" if series.plain and len(x) > 2 else marker(series.style), theme.page if hollow(series.style) else paint
-    axes.plot(x, _floats(series.y), color=paint, marker=shape, markersize=5, markerfacecolor=face, linewidth=1.8, linestyle=_DASHES[series.dash])
-    if series.has_interval and bars:
+    dash = "none" if series.points else _DASHES[series.dash]
+    axes.plot(x, _floats(series.y), color=paint, marker=shape, markersize=5, markerfacecolor=face, linewidth=1.8, linestyle=dash)
+    if series.has_interval and (bars or series.points):
         axes.vlines(x, _floats(series.low), _floats(series.high), color=paint, linewidth=1.1, alpha=0.75)
     elif series.has_interval:
         axes.fill_between(x, _floats(series.low), _floats(series.high), color=paint, alpha=0.16, linewidth=0)
 
 
+def _by_doublings(axes: Any) -> None:
+    """Ticks at powers of two times a round number, written short."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(LogLocator(base=2, numticks=6))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+
+
+def short(value: float) -> str:
+    """Three digits and k, M, G, T, P or E."""
+    power = max((p for p in range(3, 21, 3) if abs(value) >= 10**p), default=0)
+    return f"{value / 10**power:.3g}{['', ' k', ' M', ' G', ' T', ' P', ' E'][power // 3]}"
+
+
+def _draw_dots(axes: Any, chart: Dots, theme: Theme) -> None:
+    """A row for each value: its label, and below it dot and interval."""
+    from matplotlib.ticker import MaxNLocator
+
+    for y, dot in enumerate(chart.rows):
+        paint = theme.series[dot.style % COLOURS]
+        axes.text(0, y - 0.36, dot.label, transform=axes.get_yaxis_transform(), color=theme.ink, fontsize=10, va="center", parse_math=False)
+        if dot.low is not None and dot.high is not None:
+            axes.hlines(y, dot.low, dot.high, color=paint, linewidth=2, alpha=0.75)
+        if dot.value is None:
+            axes.text(0, y, "not measured", transform=axes.get_yaxis_transform(), color=theme.muted, fontsize=9, va="center")
+        else:
+            axes.plot([dot.value], [y], color=paint, marker=marker(dot.style), markersize=6, markerfacecolor=theme.page if hollow(dot.style) else paint)
+    if chart.reference is not None:
+        axes.axvline(chart.reference, color=theme.muted, linestyle=(0, (1, 2)), linewidth=1.4)
+    axes.set_ylim(len(chart.rows) - 0.6, -0.8)
+    axes.set_yticks([])
+    axes.set_xlabel(chart.x_label, color=theme.ink, parse_math=False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(theme.muted)
+    axes.tick_params(colors=theme.muted, labelcolor=theme.ink, length=3)
+    axes.grid(axis="x", color=theme.grid, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.xaxis.set_major_locator(MaxNLocator(4))
+    axes.margins(x=0.08)
+    if chart.x_range is not None:
+        axes.set_xlim(*chart.x_range)
+
+
 def _floats(values: Sequence[float | None]) -> list[float]:
     return [float("nan") if v is None else v for v in values]
+
+
+def alone(figure: Any, title: str) -> str:
+    """A matplotlib figure as an SVG file on a white page: text stays text, in whatever sans-serif there is; the same figure gives the same bytes."""
+    out = io.StringIO()
+    figure.savefig(out, format="svg", facecolor=LIGHT.page, metadata={"Date": None, "Creator": None, "Title": title})
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", out.getvalue(), flags=re.DOTALL)
+    svg = re.sub(r'(width|height)="([\d.]+)pt"', r'\1="\2"', svg[svg.index("<svg") :])
+    svg = re.sub(r"'DejaVu Sans', [^;\"]*sans-serif", "sans-serif", svg)
+    return re.sub(r"\s*\n\s*", "\n", svg)
 
 
 def _inline(svg: str, ident: str, description: str) -> str:
@@ -192,6 +293,17 @@ def swatch(style: int | None, dashed: bool = False, plain: bool = False, dotted:
         f'<svg class="swatch" viewBox="0 0 32 12" aria-hidden="true" style="fill: {paint}; stroke: {paint}">'
         f'<path d="M0 6H32" style="fill: none; stroke-width: 2; stroke-dasharray: {dash or "none"}"/><g style="{fill}">{shape}</g></svg>'
     )
+
+
+def sample(style: int | None, dashed: bool = False, plain: bool = False, dotted: bool = False) -> Any:
+    """The same as a matplotlib line, in the colours of a page that stands alone."""
+    from matplotlib.lines import Line2D
+
+    paint = LIGHT.muted if style is None else LIGHT.series[style % COLOURS]
+    dash = (0, (1, 2)) if dotted else _DASHES[1 if dashed else ((style or 0) // COLOURS) % len(_DASHES)]
+    face = LIGHT.page if style is not None and hollow(style) else paint
+    shape = "" if plain or style is None else marker(style)
+    return Line2D([], [], color=paint, linestyle=dash, linewidth=1.8, marker=shape, markersize=5, markerfacecolor=face)
 
 
 def bars(counts: Sequence[int], style: int, description: str) -> str:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
 from kvshot_ds.config import DrafterConfig, Recipe, load_recipe
-from kvshot_ds.errors import KvshotError
+from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.features.manifest import worker_seconds
 from kvshot_ds.files import AnyPath, exists, read_json
 from kvshot_ds.metrics import Interval, StepCounts
 from kvshot_ds.report.families import UNKNOWN, Drafter, drafter_of, rank, styles
+from kvshot_ds.sweep import results
+from kvshot_ds.sweep.folder import SweepFolder, Trial, TrialState
 
 # Points a training curve keeps; longer logs are averaged down to it
 _CURVE_POINTS = 300
@@ -85,7 +87,9 @@ class Decoding:
 @dataclass(frozen=True)
 class Run:
     """One trained drafter's folder. scalars: TensorBoard tag -> ((step, value), ...) in ascending steps. origins: command,
-    versions and commit of each stage that left them. style: index of its colour, marker and dash everywhere on the page."""
+    versions and commit of each stage that left them. style: index of its colour, marker and dash everywhere on the page.
+    diagnostics: diagnostics.json. looks: heldout.json, step -> tag -> value. labels: axis -> value, of a trial of a sweep.
+    checkpoint_bytes: of the checkpoints that are kept."""
 
     name: str
     folder: Path
@@ -97,6 +101,10 @@ class Run:
     scalars: dict[str, tuple[tuple[float, float], ...]]
     origins: tuple[tuple[str, dict[str, Any]], ...]
     style: int = 0
+    diagnostics: dict[str, Any] | None = None
+    looks: dict[int, dict[str, float]] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
+    checkpoint_bytes: int = 0
 
     @property
     def drafter(self) -> Drafter | None:
@@ -120,7 +128,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Work:
-    """Everything found. `provenance` by stage (prep, capture)."""
+    """Everything found. runs: all of them, each once, the trials of `sweeps` among them. `provenance` by stage (prep, capture)."""
 
     folder: Path
     prepared: dict[str, Any] | None
@@ -129,15 +137,75 @@ class Work:
     timings: dict[str, float] | None
     runs: tuple[Run, ...]
     provenance: dict[str, dict[str, Any]]
+    sweeps: tuple[Sweep, ...] = ()
+
+    @property
+    def alone(self) -> tuple[Run, ...]:
+        """The runs that belong to no sweep."""
+        swept = {t.run.folder for sweep in self.sweeps for t in sweep.trials if t.run}
+        return tuple(run for run in self.runs if run.folder not in swept)
+
+
+@dataclass(frozen=True)
+class TrialRun:
+    """A trial as its sweep knows it. run: None where nothing was trained. row: of results.jsonl, {} where there is none."""
+
+    trial: Trial
+    state: TrialState
+    run: Run | None
+    row: dict[str, Any]
+
+    @property
+    def missing(self) -> str:
+        """Why it has no held-out acceptance; "" if it has."""
+        if self.run and self.run.evaluation and self.run.conversations:
+            return ""
+        trained = self.run is not None and self.run.train is not None
+        said = "trained, but not evaluated" if trained and self.state.state != "failed" else self.state.state
+        return f"{said}: {self.state.reason}" if self.state.reason else said
+
+
+@dataclass(frozen=True)
+class SweepCell:
+    """Trials that differ in their seed alone, in the order of the sweep's seeds."""
+
+    label: str
+    labels: dict[str, str]
+    trials: tuple[TrialRun, ...]
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """Those with held-out acceptance."""
+        return tuple(t.run for t in self.trials if t.run and not t.missing)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep and its cells, in its own order. manifest: of the features its trials are trained on."""
+
+    name: str
+    folder: Path
+    recipe: Recipe
+    cells: tuple[SweepCell, ...]
+    manifest: dict[str, Any] | None
+
+    @property
+    def trials(self) -> tuple[TrialRun, ...]:
+        return tuple(t for cell in self.cells for t in cell.trials)
 
 
 def gather(recipe: Recipe) -> Work:
     """What lies in the recipe's folders. Raises KvshotError on a file that cannot be read, naming the command that rewrites it."""
-    folders = recipe.report.runs or tuple(sorted(p for p in (recipe.work / "runs").glob("*") if p.is_dir() and not p.name.startswith(".")))
+    folders = recipe.report.runs or (*_below(recipe.runs or recipe.work / "runs"), *filter(SweepFolder.is_one, _below(recipe.work / "sweeps")))
     missing = [str(p) for p in folders if not p.is_dir()]
     if missing:
-        raise KvshotError(f"report.runs: no such run folder: {', '.join(missing)}; give run folders that `kvshot train` has made, or leave report.runs empty")
-    runs = sorted((read_run(p) for p in folders), key=lambda run: (*rank(run.drafter), run.name))
+        raise KvshotError(
+            f"report.runs: no such run folder: {', '.join(missing)}; give run folders that `kvshot train` has made, or folders of sweeps, "
+            "or leave report.runs empty"
+        )
+    sweeps = [_read_sweep(SweepFolder(p)) for p in folders if SweepFolder.is_one(p)]
+    found = {run.folder: run for run in (*(t.run for s in sweeps for t in s.trials if t.run), *(read_run(p) for p in folders if not SweepFolder.is_one(p)))}
+    runs = {run.folder: run for run in styled(sorted(found.values(), key=lambda run: (*rank(run.drafter), run.name)))}
     stages = {"prep": recipe.prepared_dir, "capture": recipe.shards_dir}
     return Work(
         folder=recipe.work,
@@ -145,9 +213,49 @@ def gather(recipe: Recipe) -> Work:
         manifest=_read(recipe.shards_dir / "manifest.json", "kvshot capture", dict),
         capture_seconds=worker_seconds(recipe.shards_dir),
         timings=_read(recipe.work / "timings.json", "the commands", _timings),
-        runs=styled(runs),
-        provenance={stage: found for stage, folder in stages.items() if (found := _read(folder / "provenance.json", f"kvshot {stage}", dict)) is not None},
+        runs=tuple(runs.values()),
+        provenance={stage: read for stage, folder in stages.items() if (read := _read(folder / "provenance.json", f"kvshot {stage}", dict)) is not None},
+        sweeps=tuple(_with_runs(sweep, runs) for sweep in sweeps),
     )
+
+
+def gather_folders(folders: Sequence[Path]) -> tuple[Work, Recipe]:
+    """What lies in folders of runs and of sweeps, and the recipe that it is shown by: the first sweep's, without one the first run's.
+
+    Raises ConfigError if none of them has a recipe, KvshotError as `gather`.
+    """
+    first = next((p for p in sorted(folders, key=lambda p: not SweepFolder.is_one(p)) if (p / "recipe.yaml").is_file()), None)
+    if first is None:
+        raise ConfigError(f"{', '.join(map(str, folders))}: no folder of a run or of a sweep (no recipe.yaml), such as WORK/runs/NAME or WORK/sweeps/NAME")
+    recipe = load_recipe(first / "recipe.yaml")
+    recipe = recipe.model_copy(update={"report": recipe.report.model_copy(update={"runs": tuple(folders)})})
+    return gather(recipe), recipe
+
+
+def _below(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.glob("*") if p.is_dir() and not p.name.startswith("."))
+
+
+def _read_sweep(folder: SweepFolder) -> Sweep:
+    """A sweep with its trials, as far as they are. Raises ConfigError if its files cannot be read."""
+    recipe, states = folder.recipe(), folder.progress().trials
+    rows = {row["name"]: row for row in results.read(folder)}
+    cells: dict[str, list[TrialRun]] = {}
+    for trial in folder.trials():
+        place = folder.run_dir(trial)
+        run = replace(read_run(place), labels=trial.labels) if place.is_dir() else None
+        cells.setdefault(trial.cell, []).append(TrialRun(trial, states.get(trial.name, TrialState()), run, rows.get(trial.name, {})))
+    made = tuple(SweepCell(label, trials[0].trial.labels, tuple(trials)) for label, trials in cells.items())
+    return Sweep(folder.path.resolve().name, folder.path, recipe, made, _read(recipe.shards_dir / "manifest.json", "kvshot capture", dict))
+
+
+def _with_runs(sweep: Sweep, runs: Mapping[Path, Run]) -> Sweep:
+    """The sweep with the runs as the page has them; what another sweep calls otherwise keeps this one's labels."""
+
+    def of(t: TrialRun) -> TrialRun:
+        return replace(t, run=replace(runs[t.run.folder], labels=t.trial.labels)) if t.run else t
+
+    return replace(sweep, cells=tuple(replace(cell, trials=tuple(map(of, cell.trials))) for cell in sweep.cells))
 
 
 def read_run(folder: Path) -> Run:
@@ -163,7 +271,16 @@ def read_run(folder: Path) -> Run:
         decoding=_read(folder / "decode.json", "kvshot decode", _decoding),
         scalars=_scalars(folder / "tensorboard"),
         origins=tuple(_origins(folder)),
+        diagnostics=_read(folder / "diagnostics.json", "kvshot diagnose", _diagnostics),
+        looks=_read(folder / "heldout.json", "kvshot train", lambda data: {int(step): dict(values) for step, values in data.items()}) or {},
+        checkpoint_bytes=sum(p.stat().st_size for p in (folder / "checkpoints").rglob("*") if p.is_file()),
     )
+
+
+def _diagnostics(data: Any) -> dict[str, Any]:
+    if not isinstance(data["parts"], dict):
+        raise ValueError("parts is no mapping")
+    return dict(data)
 
 
 def _origins(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:

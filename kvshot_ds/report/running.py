@@ -9,15 +9,6 @@ from kvshot_ds.report.blocks import Block, Cell, Code, Details, Figure, LegendIt
 from kvshot_ds.report.figures import Chart, Series
 from kvshot_ds.report.gather import Decoding, Run
 
-_CURVES = (
-    ("train/loss", "loss", "training loss"),
-    ("train/accept_top1/0", "α₀", "α₀ on training rows"),
-    ("gate/mean", "mean gate", "mean gate (hybrids)"),
-    ("gate/share_below_0.05", "share of gates < 0.05", "share of gates below 0.05 (hybrids)"),
-)
-# rows of the table behind the training curves, per run
-_CURVE_ROWS = 12
-
 
 def decoding_blocks(runs: tuple[Run, ...]) -> list[Block]:
     """Real speculative decoding: lossless or not, tau, speed, accepted tokens; runs without it are named."""
@@ -80,25 +71,13 @@ def _joint_figure(decoded: list[tuple[Run, Decoding]]) -> Figure:
 
 
 def training_blocks(runs: tuple[Run, ...]) -> list[Block]:
-    """What each training run did, and its curves."""
+    """What each training run did."""
     if not runs:
         return [b.missing("training", "train")]
     blocks: list[Block] = [b.missing(f"the rest of training {run.name}, which is not finished", "train", run.folder) for run in runs if not run.train]
     if any(run.train for run in runs):
-        blocks.append(_training_table(runs))
-    panels = []
-    for tag, label, title in _CURVES:
-        found = [(run, run.scalars[tag]) for run in runs if run.scalars.get(tag)]
-        series = tuple(
-            Series(run.name, run.style, tuple(s for s, _ in points), tuple(None if v != v else v for _, v in points), plain=True) for run, points in found
-        )
-        if series:
-            panels.append(Panel(title, Chart("optimizer step", label, series, f"{title} over optimizer steps, for {len(series)} runs.")))
-    if not panels:
-        return [*blocks, b.missing("training curves: no TensorBoard events were found", "train")]
-    legend = tuple(LegendItem(run.name, run.style, plain=True) for run in runs if run.scalars)
-    caption = "Training curves, from the TensorBoard logs. Losses of different objectives have different scales; the table above names each."
-    return [*blocks, Figure("curves", caption, tuple(panels), legend, _curve_table(runs))]
+        blocks.append(training_table(runs))
+    return blocks
 
 
 def objective_words(run: Run) -> str:
@@ -120,7 +99,8 @@ def _resumed(starts: list[Any]) -> str:
     return ", ".join(each)
 
 
-def _training_table(runs: tuple[Run, ...]) -> Table:
+def training_table(runs: tuple[Run, ...]) -> Table:
+    """What each finished training did."""
     rows = []
     for run in runs:
         if (t := run.train) is None:
@@ -144,14 +124,3 @@ def _training_table(runs: tuple[Run, ...]) -> Table:
         "resumed from step",
     )
     return Table("Training runs", head, tuple(rows), words=2)
-
-
-def _curve_table(runs: tuple[Run, ...]) -> Table:
-    """A few points of each curve, evenly spaced, the last included."""
-    rows = []
-    for run in runs:
-        columns = [dict(run.scalars.get(tag, ())) for tag, _, _ in _CURVES]
-        steps = sorted({s for column in columns for s in column})
-        chosen = steps[:: -max(1, -(-len(steps) // _CURVE_ROWS))][::-1]
-        rows += [Row((Cell(run.name), b.counted(s), *(b.shown(column.get(s)) for column in columns)), style=run.style) for s in chosen]
-    return Table("Evenly spaced points of each curve", ("drafter", "step", *(label for _, label, _ in _CURVES)), tuple(rows))

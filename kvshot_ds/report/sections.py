@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvshot_ds.config import Recipe
 from kvshot_ds.report import blocks as b
+from kvshot_ds.report import verdicts
 from kvshot_ds.report.acceptance import INIT_HEAD, acceptance_blocks, comparison_blocks
+from kvshot_ds.report.against import axis_blocks
+from kvshot_ds.report.beside import beside_blocks
 from kvshot_ds.report.blocks import Block, Bullets, Cell, Code, Details, Facts, Row, Section, Table, Text
+from kvshot_ds.report.bycell import Scope, scopes
+from kvshot_ds.report.cells import Group, grouped
 from kvshot_ds.report.compare import BIGRAM, Comparison, comparisons
+from kvshot_ds.report.costs import cost_blocks
+from kvshot_ds.report.course import course_blocks
+from kvshot_ds.report.diagnosed import diagnosed_blocks
 from kvshot_ds.report.families import UNKNOWN, Drafter
 from kvshot_ds.report.gather import Run, Work, evaluated
-from kvshot_ds.report.paper import paper_section
-from kvshot_ds.report.running import decoding_blocks, training_blocks
+from kvshot_ds.report.growth import scaling_blocks
+from kvshot_ds.report.numbers import Numbers, numbers_of
+from kvshot_ds.report.paper import paper_blocks
+from kvshot_ds.report.predictions import predictions
+from kvshot_ds.report.running import decoding_blocks, training_blocks, training_table
+from kvshot_ds.report.sweeps import summary, sweep_blocks
 
 # below this many training conversations the page says that the run is small (the paper: about 70,000)
 SMALL_RUN = 10_000
@@ -43,25 +55,58 @@ _DEFINITIONS = (
 def build_sections(work: Work, recipe: Recipe) -> list[Section]:
     """All sections in reading order."""
     target = next((e.target for _, e in evaluated(work.runs)), recipe.target.path.name)
-    commands = {run.name: f"kvshot eval {shlex.quote(str(run.folder / 'recipe.yaml'))}" for run in work.runs}
-    found = comparisons(work.runs, recipe.eval, commands)
+    commands = {run.name: f"kvshot eval {shlex.quote(str(run.folder / 'recipe.yaml'))}" for run in work.alone}
+    everything = scopes(work)
+    swept = [scope for scope in everything if scope.sweep]
+    numbers = {g: numbers_of(g, recipe.eval) for scope in swept for g in scope.groups}
+    cells = _cells(work, everything)
+    found = comparisons(work.alone, recipe.eval, commands)
+    decoded = (*work.alone, *(run for run in work.runs if run not in work.alone and run.decoding))
     return [
-        Section("glance", "At a glance", _glance(work.runs, found)),
-        Section("what", "What was measured", _what(work, recipe, target)),
-        Section("acceptance", "Held-out acceptance", acceptance_blocks(work.runs)),
-        Section("comparisons", "Comparisons", comparison_blocks(found)),
-        Section("decoding", "Real speculative decoding", decoding_blocks(work.runs)),
-        Section("training", "Training", training_blocks(work.runs)),
-        paper_section(work.runs, target),
+        Section("glance", "At a glance", _glance(work.alone, found, swept, numbers)),
+        Section("what", "What was measured", _what(work, recipe, target, everything)),
+        *(Section(f"sweep-{n}", scope.title, [*sweep_blocks(scope, _of(scope, numbers)), *_axes(scope, numbers)]) for n, scope in enumerate(swept)),
+        *([Section("acceptance", "Held-out acceptance", acceptance_blocks(work.alone))] if work.alone or not swept else []),
+        *([Section("comparisons", "Comparisons", comparison_blocks(found))] if work.alone or not swept else []),
+        Section("decoding", "Real speculative decoding", decoding_blocks(decoded)),
+        Section("training", "Training", _training(work, everything)),
+        Section("diagnostics", "Diagnostics", diagnosed_blocks(everything) or [b.missing("diagnostics", "diagnose")]),
+        Section("verdicts", "The paper's predictions", verdicts.blocks(predictions(cells, recipe.eval))),
+        Section("scaling", "Growth with tokens", scaling_blocks(cells, recipe.eval)),
+        Section("paper", "Beside the paper (Qwen3-8B, another target)", [*paper_blocks(cells, target), *beside_blocks(cells, target)]),
+        Section("cost", "Cost", cost_blocks(everything) or [b.missing("what training cost", "train")]),
         Section("time", "Time", _time(work)),
         Section("provenance", "How it was made", _provenance(work)),
         Section("definitions", "Definitions", [Facts(_DEFINITIONS)]),
     ]
 
 
-def _glance(runs: tuple[Run, ...], found: list[Comparison]) -> list[Block]:
+def _cells(work: Work, everything: Sequence[Scope]) -> tuple[Group, ...]:
+    """All runs by cell, each cell once, named and coloured as where it is first shown."""
+    shown = {frozenset(run.folder for run in g.runs): g for scope in reversed(everything) for g in scope.groups}
+    return tuple(shown.get(frozenset(run.folder for run in g.runs), g) for g in grouped(work.runs))
+
+
+def _of(scope: Scope, numbers: Mapping[Group, Numbers]) -> dict[Group, Numbers]:
+    return {g: numbers[g] for g in scope.groups}
+
+
+def _axes(scope: Scope, numbers: Mapping[Group, Numbers]) -> list[Block]:
+    return axis_blocks(scope, _of(scope, numbers)) if scope.groups else []
+
+
+def _training(work: Work, everything: tuple[Scope, ...]) -> list[Block]:
+    """Of runs the table and what is missing, of trials the table folded; then the curves of all."""
+    tables = [] if work.sweeps and not work.alone else training_blocks(work.alone)
+    for sweep in work.sweeps:
+        if runs := tuple(t.run for t in sweep.trials if t.run and t.run.train):
+            tables.append(Details(f"Training runs of sweep {sweep.name}", (training_table(runs),)))
+    return [*tables, *course_blocks(everything)]
+
+
+def _glance(runs: tuple[Run, ...], found: list[Comparison], swept: Sequence[Scope], numbers: Mapping[Group, Numbers]) -> list[Block]:
     """The findings in sentences, each with its number."""
-    items = []
+    items = [item for scope in swept for item in summary(scope, _of(scope, numbers))]
     for run, e in evaluated(runs):
         first, last = e.alpha[0], e.alpha[-1]
         shares = f"right on {b.percent(first.interval.value)} of the held-out rows at draft step 0, on {b.percent(last.interval.value)} at step {last.k}"
@@ -77,7 +122,9 @@ def _glance(runs: tuple[Run, ...], found: list[Comparison]) -> list[Block]:
     same, different = sum(d.identical for d in decoded), sum(d.different for d in decoded)
     if same and not different:
         items.append(f"Decoding is lossless on every prompt tried: all {same} outputs are token for token the target's own.")
-    blocks: list[Block] = [Bullets(tuple(items)), Text(_seeds(runs), "note")] if items else [b.missing("no drafter has been measured yet", "eval")]
+    blocks: list[Block] = (
+        [Bullets(tuple(items)), *([Text(_seeds(runs), "note")] if runs else [])] if items else [b.missing("no drafter has been measured yet", "eval")]
+    )
     if different:
         blocks.insert(0, Text(f"Decoding is NOT lossless: {different} of {same + different} outputs differ from the target's own.", "alarm"))
     return blocks
@@ -110,12 +157,16 @@ def init_words(drafter: Drafter) -> str:
     return f"layers start {layers}; {said}{warm}"
 
 
-def _what(work: Work, recipe: Recipe, target: str) -> list[Block]:
+def _what(work: Work, recipe: Recipe, target: str, everything: Sequence[Scope]) -> list[Block]:
     digests = {e.target_digest[:16] for _, e in evaluated(work.runs)}
     facts = [("target", f"{target}, weights digest {', '.join(sorted(digests))}" if digests else target), *_data_facts(work, recipe)]
-    facts += [(run.name, _sentences(run.label, run.drafter.text, init_words(run.drafter))) for run in work.runs if run.drafter]
+    facts += [(run.name, _sentences(run.label, run.drafter.text, init_words(run.drafter))) for run in work.alone if run.drafter]
     blocks: list[Block] = [Text(recipe.report.note, "note")] if recipe.report.note else []
     blocks.append(Facts(tuple(facts)))
+    for scope in everything:
+        if scope.sweep and scope.groups:
+            each = [(g.name, _sentences(g.drafter.label, g.drafter.text, init_words(g.drafter))) for g in scope.groups if g.drafter]
+            blocks.append(Details(f"The drafters of sweep {scope.sweep.name}", (Facts(tuple(each)),)))
     conversations = split_counts(work, "train").get("samples")
     if conversations is not None and conversations < SMALL_RUN:
         size = f"This is a small run: {b.integer(conversations)} training conversations, where the paper has about 70,000."
@@ -180,7 +231,7 @@ def _time(work: Work) -> list[Block]:
         "prep": ((work.prepared or {}).get("seconds"), "", None),
         "capture": (work.capture_seconds, "summed over workers", None),
     }
-    for run in work.runs:
+    for run in work.alone:
         decode = run.decoding.seconds if run.decoding else {}
         inside[f"train {run.name}"] = ((run.train or {}).get("seconds"), "", run.style)
         inside[f"eval {run.name}"] = (run.evaluation.seconds if run.evaluation else None, "", run.style)
@@ -197,15 +248,24 @@ def _time(work: Work) -> list[Block]:
 
 
 def _provenance(work: Work) -> list[Block]:
-    found = [*work.provenance.items(), *((f"{stage} {run.name}", p) for run in work.runs for stage, p in run.origins)]
+    trials = [(f"{stage} {run.name}", p) for run in work.runs if run not in work.alone for stage, p in run.origins]
+    own = [*work.provenance.items(), *((f"{stage} {run.name}", p) for run in work.alone for stage, p in run.origins)]
+    found = [*own, *trials]
     if not found:
         return [b.missing("no provenance.json was found", "prep")]
-    rows = [(stage, shlex.join(map(str, p.get("command") or [])), str(p.get("git_commit") or "not in a checkout")) for stage, p in found]
-    commands = Table("Commands", ("stage", "command", "git commit"), tuple(Row(tuple(map(Cell, row))) for row in rows), words=3)
+    commands: list[Block] = [_commands(own)] if own else []
+    commands += [Details(f"Commands of {len(trials)} stages of trials", (_commands(trials),))] if trials else []
     versions: dict[str, dict[str, None]] = {}
     for _, p in found:
         for name, version in (p.get("versions") or {}).items():
             versions.setdefault(name, {})[str(version)] = None
     listed = Facts(tuple((name, ", ".join(v) + (" (stages differ)" if len(v) > 1 else "")) for name, v in versions.items()))
-    recipes = [(run.name, run.folder / "recipe.yaml") for run in work.runs if run.recipe]
-    return [commands, listed, *(Details(f"Resolved recipe of {name}", (Code(path.read_text(encoding="utf-8")),)) for name, path in recipes)]
+    recipes = [(f"sweep {s.name}", s.folder / "recipe.yaml") for s in work.sweeps] + [
+        (run.name, run.folder / "recipe.yaml") for run in work.alone if run.recipe
+    ]
+    return [*commands, listed, *(Details(f"Resolved recipe of {name}", (Code(path.read_text(encoding="utf-8")),)) for name, path in recipes)]
+
+
+def _commands(found: Iterable[tuple[str, Mapping[str, Any]]]) -> Table:
+    rows = [(stage, shlex.join(map(str, p.get("command") or [])), str(p.get("git_commit") or "not in a checkout")) for stage, p in found]
+    return Table("Commands", ("stage", "command", "git commit"), tuple(Row(tuple(map(Cell, row))) for row in rows), words=3)

@@ -34,12 +34,12 @@ def test_page_loads_nothing(work, build_page):
 def test_every_figure_is_text_themed_and_labelled(work, build_page):
     page = build_page(recipe_for(work))
     drawings = [attrs for tag, attrs in page.tags if tag == "svg" and attrs.get("role") == "img"]
-    assert len(drawings) == 2 + 3 + 4 + 4 + 2  # alpha wide and narrow; curves; joint of 4; histograms of 4; paper and here
+    assert len(drawings) == 2 + 2 + 2 + 4 + 4 + 2  # alpha wide and narrow; curves; gates wide and narrow; joint of 4; histograms of 4; paper and here
     assert all(attrs["aria-label"] for attrs in drawings)
     text = (work / "report" / "index.html").read_text(encoding="utf-8")
     assert "#5e00" not in text and "#01020" not in text and "font-family: 'DejaVu" not in text
     assert "prefers-color-scheme: dark" in text and "@media print" in text
-    assert page.text.count("The numbers behind this figure") == 4
+    assert page.text.count("The numbers behind this figure") == 5
 
 
 def test_numbers_equal_those_of_the_json_files(work, build_page):
@@ -109,7 +109,7 @@ def test_an_empty_work_folder_gives_a_page_that_measures_nothing(tmp_path, build
     page = build_page(recipe_for(tmp_path / "nothing"))
     assert "no drafter has been measured yet. Run kvshot eval RECIPE" in page.text
     paper = {v for v, _ in page.values}
-    assert len(page.values) == 12 * 9 and 0.65 in paper  # the paper's table and nothing else
+    assert len(page.values) == 12 * 9 + 8 * 5 + 4 + 6 and 0.65 in paper  # the paper's tables and nothing else
     assert "some-target" in page.text
 
 
@@ -170,8 +170,8 @@ def test_a_report_is_replaced_whole(work, build_page):
     again = summary.path.read_text(encoding="utf-8")
     made = re.compile(r"Made [^b]* by")
     assert made.sub("", first) == made.sub("", again), "the same results give the same page"
-    assert [p.name for p in (work / "report").iterdir()] == ["index.html"]
-    assert summary.runs == tuple(RUNS) and summary.missing == 0
+    assert {p.name for p in (work / "report").iterdir()} == {"index.html", "report.md", "files.json", "figures", "data"}
+    assert summary.runs == tuple(RUNS) and summary.missing == 6  # looks during training, growth with tokens, diagnostics of each
 
 
 @pytest.mark.parametrize("content", ["{", '{"name": "x"}', "[]", '{"drafter": 3}'])

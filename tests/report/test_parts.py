@@ -12,9 +12,11 @@ import pytest
 from kvshot_ds import metrics
 from kvshot_ds.metrics import Interval, StepCounts
 from kvshot_ds.report import blocks, figures, gather
+from kvshot_ds.report.beside import beside_blocks, variant
+from kvshot_ds.report.cells import Group, grouped
 from kvshot_ds.report.compare import Comparison, against_bigram, against_controls, common
-from kvshot_ds.report.gather import Conversations, read_run
-from kvshot_ds.report.paper import counterpart, paper_rows
+from kvshot_ds.report.gather import Conversations, Run, read_run
+from kvshot_ds.report.paper import Matched, Ours, agreement, chosen, counterpart, measured_cells, paper_blocks, paper_data, paper_row, paper_rows
 
 from .conftest import HOW, MANY, read, recipe_for, write_run
 
@@ -120,7 +122,7 @@ def test_the_control_of_the_same_seed_is_taken(work):
     other = work / "runs" / "c_none_seed1"
     shutil.copytree(work / "runs" / "c_none", other)
     text = (other / "recipe.yaml").read_text(encoding="utf-8")
-    assert text.count("  seed: 0\n") == 3  # prep, train, eval
+    assert text.count("  seed: 0\n") == 4  # prep, train, eval, diagnose
     (other / "recipe.yaml").write_text(text.replace("  seed: 0\n", "  seed: 1\n"), encoding="utf-8")
     runs = tuple(read_run(work / "runs" / name) for name in ("b_kv", "c_none", "c_none_seed1"))
     options = recipe_for(work).eval
@@ -153,17 +155,21 @@ def test_a_drafter_of_unknown_start_is_read(work):
     assert read_run(path.parent).drafter.init_head == gather.UNKNOWN
 
 
+def alone(run):
+    return Group(run.name, (run,))
+
+
 def test_runs_find_their_rows_in_the_paper(work):
     rows = paper_rows()
     assert len(rows) == 12
-    found = {name: counterpart(read_run(work / "runs" / name), rows) for name in ("a_hidden", "b_kv", "c_none", "d_hybrid")}
+    found = {name: counterpart(alone(read_run(work / "runs" / name)), rows) for name in ("a_hidden", "b_kv", "c_none", "d_hybrid")}
     assert found["c_none"] is None  # the paper's control has depth 1
     assert {name: row.mat for name, row in found.items() if row} == {"a_hidden": 2.37, "b_kv": 2.23, "d_hybrid": 2.44}
 
 
 def test_only_what_the_paper_has_stands_beside_it(many):
     rows = paper_rows()
-    found = {run.name: counterpart(run, rows) for run in gather.gather(recipe_for(many)).runs}
+    found = {run.name: counterpart(alone(run), rows) for run in gather.gather(recipe_for(many)).runs}
     assert {name: (row.family, row.variant) for name, row in found.items() if row} == {
         "hidden_only": ("hidden_only", "eagle3"),
         "kv_only": ("kv_only", "linear_rope"),
@@ -176,13 +182,76 @@ def test_only_what_the_paper_has_stands_beside_it(many):
         ("mlp", MANY["kv_only"] | {"kv": {"projector": "mlp"}}, {}, None),
         ("normed", MANY["kv_only"] | {"kv": {"qk_norm": True}}, {}, None),
         ("hidden_kv", MANY["kv_only"] | {"kv": {"injection": "hidden_to_kv"}}, {}, None),
+        ("scaled", MANY["kv_only"], {"objective": {"kv_gradient_scale": 50}}, None),
+        ("opened", MANY["hybrid"] | {"gate": {"init": "bias:2"}}, {}, None),
     ):
         folder = write_run(many, name, options, options=train)
         path = folder / "eval.json"
         if "init" in train:
             path.write_text(path.read_text(encoding="utf-8").replace('"head": "target"', '"head": "target", "warm_start": "x"'), encoding="utf-8")
-        row = counterpart(read_run(folder), rows)
+        row = counterpart(alone(read_run(folder)), rows)
         assert (row and (row.family, row.variant)) == expected, name
+
+
+def ours(row, mat, seeds=1):
+    return Matched(Ours(Group("x", (None,) * seeds), 0, (), mat, None), row)
+
+
+def test_orders_are_compared_by_kendalls_tau(monkeypatch):
+    monkeypatch.setattr(Group, "options", {})
+    rows = sorted(paper_rows()[:4], key=lambda row: row.mat)
+    assert "τ_b = +1.00 (exact p = 0.083); 6 of 6 pairs" in agreement([ours(row, 1 + i) for i, row in enumerate(rows)])
+    assert "τ_b = −1.00" in agreement([ours(row, 9 - i) for i, row in enumerate(rows)])
+    several = [*(ours(row, 1 + i, 3) for i, row in enumerate(rows)), ours(rows[0], 99)]
+    assert chosen(several) == several[:4] and chosen([several[4]]) == [several[4]], "of two the one of more seeds"
+    assert agreement([ours(rows[0], 1)]) == "How well the two orders agree is not said of 1 common row: it takes three."
+
+
+def test_variants_of_the_papers_second_table(tmp_path):
+    kv = MANY["kv_only"]
+    for name, drafter, objective in (
+        ("baseline", kv, {}),
+        ("MLP projector", kv | {"kv": {"projector": "mlp"}}, {}),
+        ("MLP projector + LayerNorm", kv | {"kv": {"projector": "mlp_norm"}}, {}),
+        ("4 KV layers", kv | {"kv": {"layers": [1, 2, 3, 4]}}, {}),
+        ("hidden to KV", kv | {"kv": {"injection": "hidden_to_kv"}}, {}),
+        ("QK-norm", kv | {"kv": {"qk_norm": True}}, {}),
+        ("offline TTT", kv, {"drift": "offline"}),
+        ("offline TTT, KV-projection gradient x50", kv, {"drift": "offline", "kv_gradient_scale": 50}),
+        ("", kv | {"depth": 1}, {}),
+        ("", kv, {"kv_gradient_scale": 50}),
+        ("", kv | {"kv": {"layers": [1, 2]}}, {}),
+        ("", MANY["hybrid"], {}),
+    ):
+        run = Run("x", tmp_path, recipe_for(tmp_path, "x", drafter, train={"objective": objective}), None, None, None, None, {}, ())
+        assert (variant(alone(run)) or "") == name
+    assert {line["variant"] for line in paper_data()["kv_only_depth2_ablations"]} == set(_variants())
+
+
+def _variants():
+    from kvshot_ds.report.beside import _VARIANTS
+
+    return _VARIANTS.values()
+
+
+def test_the_papers_tables_stand_beside_ours(work):
+    groups = grouped([read_run(work / "runs" / name) for name in ("a_hidden", "b_kv", "c_none", "d_hybrid")])
+    ablations, text, trees, gates = beside_blocks(groups, "Some-Target")
+    assert len(ablations.rows) == 8 + 1 and ablations.rows[1].cells[0].text == "b_kv" and ablations.rows[1].cells[-1].value == 0
+    assert ablations.rows[2].cells[-1].value == pytest.approx(2.24 - 2.23) and "tree of depth 8, top 10, 60 nodes" in text.text
+    assert [row.cells[0].text for row in trees.rows if row.tone == "ours"] == ["a_hidden"] and trees.rows[2].cells[2].value == 1.684
+    assert [row.cells[0].text for row in gates.rows] == ["hybrid", "d_hybrid"]
+    assert [cell.value for cell in gates.rows[1].cells[2:]] == pytest.approx([0.48, 0.48, 0.48, 0.46, 0.44, 0.38]), "the last point by then"
+    for table in (ablations, trees, gates):
+        assert all("Qwen3-8B" in row.cells[1].text for row in table.rows if row.tone == "paper") and all(len(r.cells) == len(table.head) for r in table.rows)
+    values = [read(run.folder / "eval.json")["mat"]["value"] for g in groups for run in g.runs]
+    assert [cell.mat for cell in measured_cells(groups)] == values
+    assert "over 3 common rows" in " ".join(getattr(block, "text", "") for block in paper_blocks(groups, "Some-Target"))
+
+
+def test_a_row_that_the_paper_does_not_have():
+    with pytest.raises(LookupError, match="no kv_only of depth 9"):
+        paper_row("kv_only", 9, "linear_rope")
 
 
 def test_numbers_are_written_plainly():

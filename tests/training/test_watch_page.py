@@ -8,7 +8,7 @@ from urllib.parse import quote
 import pytest
 
 from kvshot_ds.training.launch import run
-from tests.training.browser import Page, browser, child, require_browser, until
+from tests.browser import Page, browser, child, require_browser, until
 from tests.training.runs import board
 
 # Filter of the page -> tags it must show. TensorBoard puts no more than 8 or so of them on one page.

@@ -71,7 +71,8 @@ class Page:
         self._driver = f"http://127.0.0.1:{port}"
         arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking", "--no-first-run"]
         options = {"args": [*arguments, "--window-size=1600,1400", f"--user-data-dir={profile}"]}
-        made = self._ask("POST", "/session", {"capabilities": {"alwaysMatch": {"goog:chromeOptions": options}}})
+        wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"}}
+        made = self._ask("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
         self._session = f"/session/{made['sessionId']}"
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -89,6 +90,25 @@ class Page:
     def text(self) -> list[str]:
         """Every piece of text in the page."""
         return list(self.run(_TEXT))
+
+    def tell(self, command: str, **parameters: Any) -> Any:
+        """A command of the Chrome DevTools protocol."""
+        return self._ask("POST", f"{self._session}/goog/cdp/execute", {"cmd": command, "params": parameters})
+
+    def seen_as(self, width: int, dark: bool = False, printed: bool = False) -> None:
+        """As wide as `width` [CSS px], in the reader's colours, on a screen or on paper."""
+        self.tell("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600)
+        features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self.tell("Emulation.setEmulatedMedia", media="print" if printed else "screen", features=features)
+
+    def complaints(self) -> list[str]:
+        """What the console has said since the last call: warnings and errors."""
+        return [entry["message"] for entry in self._ask("POST", f"{self._session}/se/log", {"type": "browser"}) if entry["level"] in ("WARNING", "SEVERE")]
+
+    def requests(self) -> list[str]:
+        """Addresses that were asked for since the last call."""
+        events = [json.loads(entry["message"])["message"] for entry in self._ask("POST", f"{self._session}/se/log", {"type": "performance"})]
+        return [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
 
     def picture(self) -> bytes:
         """PNG of the window."""
