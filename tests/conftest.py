@@ -8,6 +8,8 @@ import random
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,21 @@ from kvshot_ds.config import Recipe
 # A shell that runs the tests in the background has them ignore Ctrl-C, and all that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Files that take longest, which begin first: one that began last would keep one worker busy while the other has nothing left.
+LONG = (
+    "training/test_resume.py", "cluster/test_slurm_train.py", "data_prep/test_exactly_once.py", "cluster/test_ray_job.py", "training/test_kill_cycles.py",
+    "training/test_checkpoint.py", "training/test_on_ray.py", "training/test_watch.py", "training/test_zero.py", "sweep/test_run.py",
+    "training/test_control.py", "training/test_trainer.py", "training/test_memory.py", "data_prep/test_orchestrate.py", "data_prep/test_prepare.py",
+    "training/test_launchers.py", "test_benchmarks.py", "cluster/test_slurm.py", "training/test_master.py", "training/test_frozen.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under `--dist loadfile --no-loadscope-reorder`, which deals files out in their order, each to the worker that is free."""
+    place = {Path(__file__).parent / name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path, len(LONG)))
+
 
 # Every family, injection and gate at least once, as small as they come.
 DRAFTERS: dict[str, dict[str, Any]] = {
@@ -63,7 +80,9 @@ def smollm2_target() -> Path:
 def tiny_features(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
     """Feature shards of 42 + 9 short conversations with the tiny target: everything any drafter reads, but layer 0's KV and most queries."""
     from data_prep.orchestrate import run
+    from data_prep.pool import Pool
     from kvshot_ds.target import load_geometry
+    from tests.data_prep.captures import in_this_process
 
     g = load_geometry(tiny_target)
     work, rng = tmp_path_factory.mktemp("data"), random.Random(0)
@@ -78,30 +97,47 @@ def tiny_features(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -
         (work / "prepared" / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
     (work / "prepared" / "summary.json").write_text("{}")
     capture = {"conversations_per_shard": 16, "features": {"hidden_layers": "all", "kv_layers": [1, 2, 3, 4, 5], "query_layers": "eagle3"}}
-    run(Recipe.model_validate({"name": "data", "work": work, "target": {"path": tiny_target, "dtype": "fp32", "device": "cpu"}, "capture": capture}))
+    target = {"path": tiny_target, "dtype": "fp32", "device": "cpu"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pool, "map", in_this_process)  # test_orchestrate.py shows that Ray's workers write the same bytes
+        run(Recipe.model_validate({"name": "data", "work": work, "target": target, "capture": capture}))
     return work / "features"
 
 
-@pytest.fixture
-def recipe(tiny_features: Path, tiny_target: Path, tmp_path: Path, one_rank: None) -> Callable[..., Recipe]:
-    """recipe(name, family, train options) -> Recipe with its own work folder over the shared shards."""
+@pytest.fixture(scope="session")
+def recipe_in(tiny_features: Path, tiny_target: Path) -> Callable[..., Recipe]:
+    """recipe_in(folder, name, family, train options) -> Recipe with that work folder over the shared shards. For what several tests share."""
 
-    def make(name: str = "run", drafter: str | dict = "hidden_only", **train: object) -> Recipe:
+    def make(work: Path, name: str = "run", drafter: str | dict = "hidden_only", **train: object) -> Recipe:
         small = {"draft_vocab_size": 100, "objective": {"steps": 3}, "conversations_per_step": 4, "checkpoint_every": 3}
         here = {"data_workers": 0, "log_every": 2, "threads_per_rank": 1}
         options = {"drafter": DRAFTERS[drafter] if isinstance(drafter, str) else drafter, **small, **here, **train}
         target = {"path": tiny_target, "dtype": "fp32", "device": "cpu"}
-        return Recipe.model_validate({"name": name, "work": tmp_path, "shards": tiny_features, "target": target, "train": options})
+        return Recipe.model_validate({"name": name, "work": work, "shards": tiny_features, "target": target, "train": options})
 
     return make
 
 
 @pytest.fixture
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training sets the rank's variables in os.environ; they must not outlive the test."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR"):
-        monkeypatch.setenv(name, "x")
-        monkeypatch.delenv(name)
+def recipe(recipe_in: Callable[..., Recipe], tmp_path: Path, one_rank: None) -> Callable[..., Recipe]:
+    """recipe(name, family, train options) -> Recipe with its own work folder over the shared shards."""
+    return partial(recipe_in, tmp_path)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    with rank_forgotten():
+        yield
+
+
+@contextmanager
+def rank_forgotten() -> Iterator[None]:
+    """Training sets the rank's variables in os.environ; they must not outlive it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR"):
+            patch.setenv(name, "x")
+            patch.delenv(name)
+        yield
 
 
 @pytest.fixture

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import psutil
 
+from data_prep.capture import Captured, Unit
+from data_prep.pool import Pool
 from kvshot_ds.config import Recipe, dump_recipe
 from kvshot_ds.files import AnyPath, filesystem, names, read_bytes
 
@@ -114,3 +116,10 @@ def when(ready: Callable[[], bool], act: Callable[[], None]) -> threading.Thread
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     return thread
+
+
+def in_this_process(pool: Pool, units: Iterable[Unit]) -> Iterator[tuple[Unit, Captured]]:
+    """In place of Pool.map: where Ray is to take no part."""
+    worker = pool.worker(*pool.arguments)
+    for unit in units:
+        yield unit, worker.work(unit)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +19,15 @@ import psutil
 import pytest
 
 from data_prep import orchestrate
-from data_prep.capture import Captured, Unit
 from data_prep.pool import Pool
 from kvshot_ds.config import Recipe, dump_recipe
 from kvshot_ds.errors import KvshotError
 from kvshot_ds.features.manifest import Manifest
 from kvshot_ds.features.shard import ShardSet
 from kvshot_ds.files import names
-from tests.data_prep.captures import ROOT, Driver, data_set, family, recipe, workers_of, write_prepared
+from tests.data_prep.captures import ROOT, Driver, data_set, family, in_this_process, recipe, workers_of, write_prepared
 
 KILLS = 21
-
-
-def in_this_process(pool: Pool, units: list[Unit]) -> Iterator[tuple[Unit, Captured]]:
-    """In place of Pool.map: for tests in which Ray takes no part."""
-    worker = pool.worker(*pool.arguments)
-    for unit in units:
-        yield unit, worker.work(unit)
 
 
 class Rounds:

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -15,7 +15,6 @@ import pytest
 import ray
 
 from data_prep import orchestrate
-from data_prep.capture import Captured, Unit
 from data_prep.orchestrate import CaptureSummary, make_plan, run
 from data_prep.pool import Pool, sole_user
 from kvshot_ds.errors import ConfigError, KvshotError
@@ -23,7 +22,7 @@ from kvshot_ds.features.manifest import Manifest, load_token_counts, worker_seco
 from kvshot_ds.features.shard import ShardSet
 from kvshot_ds.files import names
 from kvshot_ds.target import weights_digest
-from tests.data_prep.captures import ASIDE, Driver, data_set, family, recipe, when, workers_of, write_prepared
+from tests.data_prep.captures import ASIDE, Driver, data_set, family, in_this_process, recipe, when, workers_of, write_prepared
 from tests.features.shards import assert_whole
 
 TRAIN, HELDOUT = 90, 11
@@ -96,13 +95,7 @@ def test_a_rerun_says_so_and_touches_nothing(whole: tuple[Path, CaptureSummary],
 @pytest.fixture
 def without_actors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units are captured in this process: for tests of what stands around the actors."""
-
-    def loop(pool: Pool, units: Iterable[Unit]) -> Iterator[tuple[Unit, Captured]]:
-        worker = pool.worker(*pool.arguments)
-        for unit in units:
-            yield unit, worker.work(unit)
-
-    monkeypatch.setattr(Pool, "map", loop)
+    monkeypatch.setattr(Pool, "map", in_this_process)
 
 
 def test_two_workers_and_one_killed_give_the_same_bytes(

@@ -1,7 +1,6 @@
 """Ranks of `kvshot train` that do something to themselves at a moment of the run: a signal, an error, nothing any more.
 
-`python -m tests.training.acting ACTS train RECIPE` is one such rank, for launchers. `Ranks` starts several, with the variables of a plain start,
-as forks of one process that has everything imported.
+`Ranks` starts several, with the variables of a plain start, as forks of one process that has everything imported.
 """
 
 from __future__ import annotations
@@ -158,10 +157,4 @@ def _main(args: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    # A launcher puts --local_rank first.
-    given = [a for a in sys.argv[1:] if not a.startswith("--local_rank")]
-    if not given:
-        _serve()
-    else:
-        arm([Act(**act) for act in json.loads(given[0])])
-        sys.exit(_main(given[1:]))
+    _serve()

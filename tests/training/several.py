@@ -1,12 +1,11 @@
-"""Several runs, one after the other, as one rank of several in one process group: `python -m tests.training.several ITEM.json ...`, and what starts them."""
+"""Several runs, one after the other, as one rank of several in one process group, and what starts them."""
 
 from __future__ import annotations
 
-import json
-import subprocess
+import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,8 @@ from kvshot_ds.config import Recipe, dump_recipe, load_recipe
 from kvshot_ds.files import write_json
 from kvshot_ds.training import trainer
 from kvshot_ds.training.launch import run
-from tests.training.runs import before_each_step, free_port, rank_environment, run_and_stop
+from tests.training.forked import Run
+from tests.training.runs import before_each_step, run_and_stop
 
 TOLD = 3  # micro-steps that DeepSpeed is told of in an uneven run
 WAIT = 800  # seconds for all runs of one start, on a busy machine
@@ -76,25 +76,18 @@ def item(recipe: Recipe, folder: Path, **options: object) -> Item:
 
 
 def start(items: Sequence[Item], folder: Path, ranks: int) -> None:
-    """All of them on so many ranks, in processes of their own, in turn; fails with what they said."""
-    files = []
-    for one in items:
-        files.append(folder / f"{Path(one.recipe).stem}.{ranks}.json")
-        files[-1].write_text(json.dumps(asdict(one)))
-    env = rank_environment() | {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, "-m", "tests.training.several", *map(str, files)]
-    logs = [folder / f"rank{rank}.{ranks}.log" for rank in range(ranks)]
-    running = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as out:
-            running.append(subprocess.Popen(command, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=out, stderr=subprocess.STDOUT))
+    """All of them on so many ranks, in processes of their own, in turn; fails with what they said, which each rank leaves in FOLDER/rankR.RANKS.log."""
+    done = Run(ranks, _logged, list(items), folder).wait(WAIT)
+    assert done == ["done"] * ranks, "\n".join([*map(str, done), *(log.read_text()[-4000:] for log in sorted(folder.glob(f"rank*.{ranks}.log")))])
+
+
+def _logged(items: Sequence[Item], folder: Path) -> str:
+    with (folder / f"rank{os.environ['RANK']}.{os.environ['WORLD_SIZE']}.log").open("w") as log:
+        for number in (1, 2):
+            os.dup2(log.fileno(), number)
     try:
-        codes = [process.wait(timeout=WAIT) for process in running]
+        train_all(items)
     finally:
-        for process in running:
-            process.kill()
-    assert codes == [0] * ranks, "\n".join(log.read_text()[-4000:] for log in logs)
-
-
-if __name__ == "__main__":
-    train_all([Item(**json.loads(Path(file).read_text())) for file in sys.argv[1:]])
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    return "done"

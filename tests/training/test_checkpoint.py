@@ -20,6 +20,7 @@ from kvshot_ds.files import aside, read_json, write_json
 from kvshot_ds.training import checkpoint, rng, trainer, universal
 from kvshot_ds.training.launch import run
 from kvshot_ds.training.writer import Writer
+from tests.conftest import rank_forgotten
 from tests.training import forked
 from tests.training.runs import Stopped, assert_close, assert_same, board, run_and_stop, weights, zero3
 
@@ -79,11 +80,27 @@ def spoil(folder: Path, how: str) -> None:
         shutil.rmtree(folder)
 
 
+@pytest.fixture(scope="module")
+def stopped_once(recipe_in: Callable[..., Recipe], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """stopped_once(name, train options): the run folder of a run that was cut short after step 7 of 8, made once for the file; to be copied."""
+    work, done = tmp_path_factory.mktemp("stopped"), dict[str, Path]()
+
+    def make(name: str, **options: object) -> Path:
+        if name not in done:
+            r = recipe_in(work, name, checkpoint_every=2, max_steps=8, **options)
+            with rank_forgotten():
+                run_and_stop(r, 7)
+            done[name] = r.run_dir
+        return done[name]
+
+    return make
+
+
 @pytest.fixture
-def trained(recipe: Callable[..., Recipe]) -> Recipe:
+def trained(recipe: Callable[..., Recipe], stopped_once: Callable[..., Path]) -> Recipe:
     """Stopped after step 7, with checkpoints of steps 4 and 6."""
     r = recipe("trained", checkpoint_every=2, max_steps=8)
-    run_and_stop(r, 7)
+    shutil.copytree(stopped_once("trained"), r.run_dir)
     return r
 
 
@@ -131,9 +148,10 @@ def test_without_a_readable_latest_the_newest_whole_one_is_taken(trained, conten
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"x": {}}', '{"tag": 1}'])
 @pytest.mark.parametrize("name", ["heldout.json", "checkpoints/best.json", "provenance.json"])
-def test_another_file_of_the_run_that_is_something_else_is_named(recipe, name, content):
-    r = recipe(max_steps=8, checkpoint_every=2, eval_every=100, keep_best="mat")
-    run_and_stop(r, 7)
+def test_another_file_of_the_run_that_is_something_else_is_named(recipe, stopped_once, name, content):
+    looks = {"eval_every": 100, "keep_best": "mat"}
+    r = recipe("looked", max_steps=8, checkpoint_every=2, **looks)
+    shutil.copytree(stopped_once("looked", **looks), r.run_dir)
     (r.run_dir / name).write_text(content)
     with pytest.raises(KvshotError, match=name.rpartition("/")[2] if content[0] == "[" or name != "provenance.json" else "json|another configuration"):
         run(r)
@@ -242,15 +260,21 @@ def _dies_in(recipe: Recipe, where: str) -> None:
     run(recipe)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(recipe_in: Callable[..., Recipe], tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The weights after 7 steps without a checkpoint."""
+    whole = recipe_in(tmp_path_factory.mktemp("undisturbed"), "whole", checkpoint_every=100, max_steps=7)
+    forked.train(whole)
+    return weights(whole)
+
+
 @pytest.mark.parametrize("where", ["write", "before the name", "before latest"])
 @pytest.mark.parametrize("writer", ["plain", "async"])
-def test_a_kill_while_a_checkpoint_is_written_costs_no_more_than_that_one(recipe, writer, where):
-    options = {"checkpoint_every": 2, "max_steps": 7, "checkpoint_writer": writer}
-    r, whole = recipe("killed", **options), recipe("whole", checkpoint_every=100, max_steps=7)
+def test_a_kill_while_a_checkpoint_is_written_costs_no_more_than_that_one(recipe, undisturbed, writer, where):
+    r = recipe("killed", checkpoint_every=2, max_steps=7, checkpoint_writer=writer)
     assert forked.Run(1, _dies_in, r, where).wait() == [None]
     forked.train(r)
-    forked.train(whole)
-    assert_same(weights(r), weights(whole))
+    assert_same(weights(r), undisturbed)
     assert not [name for name in tags(r) if name.startswith(".")]
 
 

@@ -1,4 +1,4 @@
-"""A run asked to stop, in each of its phases, alone and through the deepspeed launcher: it leaves a state that resumes, and status 75."""
+"""A run asked to stop, in each of its phases, alone, on two ranks, and through the deepspeed launcher: it leaves a state that resumes, and status 75."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvshot_ds.config import Recipe, dump_recipe
 from kvshot_ds.errors import Preempted
 from kvshot_ds.training import checkpoint, heldout, rng, trainer
 from kvshot_ds.training.launch import run
-from tests.training.acting import Act
+from tests.training.acting import Act, Ranks
 from tests.training.runs import assert_same, free_port, rank_environment, run_and_stop, weights
 
 
@@ -129,12 +129,12 @@ def test_a_time_limit_too_short_for_the_look_that_is_owed_is_an_error_and_no_end
     assert "train.max_minutes=1e-06 is over before the look at the held-out split that step 2 owes" in capsys.readouterr().err
 
 
-def launched(recipe: Recipe, folder: Path, *acts: Act, deaf: bool = False) -> subprocess.Popen[str]:
+def launched(recipe: Recipe, folder: Path, deaf: bool) -> subprocess.Popen[str]:
     """Two ranks by the deepspeed launcher, which, if `deaf`, and its own child too, ignores SIGUSR1, as cluster/slurm/train.sbatch has it."""
     file = folder / f"{recipe.name}.yaml"
     file.write_text(dump_recipe(recipe))
     command = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", "2", "--master_port", str(free_port())]
-    command += ["--module", "tests.training.acting", json.dumps([vars(act) for act in acts]), "train", str(file)]
+    command += ["--module", "kvshot_ds.cli", "train", str(file)]
     if deaf:
         command = ["sh", "-c", 'trap "" USR1; exec "$@"', "sh", *command]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=rank_environment(), start_new_session=True)
@@ -153,22 +153,28 @@ def ended(process: subprocess.Popen[str]) -> str:
 @pytest.mark.timeout(1200)
 def test_two_ranks_stop_together_whichever_is_asked_and_resume_to_the_same_weights(recipe, tmp_path):
     calm, r = measured(recipe("calm")), measured(recipe("asked"))
-    output = ended(launched(calm, tmp_path))
-    assert "calm: 11 steps" in output, output
     asked = [
         (Act(1, "start", "SIGTERM"), "SIGTERM before the first step", []),
         (Act(1, "step", "SIGUSR1"), "after step 2 of 11 (SIGUSR1 to rank 1)", [2]),
         (Act(0, "evaluation", "SIGTERM", turn=2), "after step 4 of 11 (SIGTERM to rank 0)", [2, 3, 4]),
         (Act(1, "save", "SIGTERM"), "after step 6 of 11 (SIGTERM to rank 1)", [2, 3, 4, 6]),
     ]
-    for act, why, steps in asked:
-        process = launched(r, tmp_path, act)
-        output = ended(process)
-        assert process.returncode == Preempted.STATUS and output.count(why) == 1, output
-        assert saved(r) == steps
-    process = launched(r, tmp_path, Act(0, "export", "SIGTERM"))
-    output = ended(process)
-    assert process.returncode == 0, output
+    with Ranks(rank_environment()) as ranks:
+
+        def trained(one: Recipe, *acts: Act) -> tuple[list[int], str]:
+            """The status of each rank, and what they printed."""
+            (file := tmp_path / f"{one.name}.yaml").write_text(dump_recipe(one))
+            ends = ranks.train(file, list(acts), free_port())
+            return [end.status for end in ends], "".join(end.output for end in ends)
+
+        statuses, output = trained(calm)
+        assert statuses == [0, 0] and "calm: 11 steps" in output, output
+        for act, why, steps in asked:
+            statuses, output = trained(r, act)
+            assert statuses == [Preempted.STATUS] * 2 and output.count(why) == 1, output
+            assert saved(r) == steps
+        statuses, output = trained(r, Act(0, "export", "SIGTERM"))
+        assert statuses == [0, 0], output
     assert_same(weights(r), weights(calm))
 
 

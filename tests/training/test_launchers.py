@@ -1,4 +1,4 @@
-"""torchrun, plain variables and Slurm's own start ranks as the deepspeed launcher does: the weights are those of one rank."""
+"""torchrun and Slurm's own variables start ranks as the deepspeed launcher does: the weights are those of one rank. Plain variables: test_trainer.py."""
 
 from __future__ import annotations
 
@@ -45,16 +45,12 @@ def test_torchrun(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
     same_as_alone(recipe, r, [start([*launcher, *TRAIN, "r.yaml"], tmp_path)])
 
 
-@pytest.mark.parametrize("kind", ["plain", "slurm"])
-def test_variables(kind: str, recipe: Callable[..., Recipe], tmp_path: Path) -> None:
-    """As plain variables, or as those that srun gives a task."""
-    r = recipe(kind, "hybrid", max_steps=6)
+def test_the_variables_that_srun_gives_a_task(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    r = recipe("slurm", "hybrid", max_steps=6)
     (tmp_path / "r.yaml").write_text(dump_recipe(r))
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
     def own(rank: int) -> dict[str, str]:
-        if kind == "plain":
-            return {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
         return {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "n[1-2]"}
 
     same_as_alone(recipe, r, [start([*TRAIN, "r.yaml"], tmp_path, **shared, **own(rank)) for rank in range(2)])

@@ -26,9 +26,39 @@ SCALAR = {"family": "hybrid", "gate": {"kind": "scalar", "init": "bias:-1"}}
 CURVE = {"epochs": 2, "max_steps": 15, "log_every": 1, "checkpoint_every": 3}
 
 
-@pytest.fixture
-def stage(tmp_path: Path) -> Callable[[str], str]:
-    return lambda name: zero3(tmp_path) if name == "zero3" else name
+class Made:
+    """Runs that several tests start from, each made once: uninterrupted ones, and killed ones two steps after the checkpoint of step 6."""
+
+    def __init__(self, recipe_in: Callable[..., Recipe], folder: Path):
+        self.recipe_in, self.folder, self.done = recipe_in, folder, dict[str, Recipe]()
+
+    def recipe(self, name: str, ds_config: str, **options: object) -> Recipe:
+        stage = zero3(self.folder) if ds_config == "zero3" else ds_config
+        return self.recipe_in(self.folder, f"{name}-{ds_config}", SCALAR, ds_config=stage, optim=GROUPS, **CURVE, **options)
+
+    def whole(self, ds_config: str, ranks: int) -> Recipe:
+        return self._once(self.recipe(f"whole{ranks}", ds_config), lambda r: trained(r, ranks))
+
+    def killed(self, ds_config: str, ranks: int) -> Recipe:
+        return self._once(self.recipe(f"killed{ranks}", ds_config), lambda r: killed_before(r, 9, ranks))
+
+    def _once(self, recipe: Recipe, make: Callable[[Recipe], object]) -> Recipe:
+        if recipe.name not in self.done:
+            make(recipe)
+            self.done[recipe.name] = recipe
+        return recipe
+
+    def moved(self, ds_config: str, before: int, after: int, **options: object) -> Recipe:
+        """A copy of the one killed on `before` ranks, to go on on `after`."""
+        killed, moved = self.killed(ds_config, before), self.recipe(f"moved{before}{after}", ds_config, **options)
+        for place in (Path("runs"), Path("seen")):
+            shutil.copytree(self.folder / place / killed.name, self.folder / place / moved.name)
+        return moved
+
+
+@pytest.fixture(scope="module")
+def made(recipe_in: Callable[..., Recipe], tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return Made(recipe_in, tmp_path_factory.mktemp("resumed"))
 
 
 def killed_before(recipe: Recipe, step: int, ranks: int) -> None:
@@ -36,11 +66,8 @@ def killed_before(recipe: Recipe, step: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("zero2_fp32", 2), ("zero3", 2), ("zero2_bf16", 1)])
-def test_the_curve_after_a_kill_is_that_of_the_uninterrupted_run_to_the_bit(recipe, stage, name, ranks):
-    options = {"ds_config": stage(name), "optim": GROUPS, **CURVE}
-    whole, killed = recipe("whole", SCALAR, **options), recipe("killed", SCALAR, **options)
-    trained(whole, ranks)
-    killed_before(killed, 9, ranks)  # two steps after the checkpoint of step 6
+def test_the_curve_after_a_kill_is_that_of_the_uninterrupted_run_to_the_bit(made, name, ranks):
+    whole, killed = made.whole(name, ranks), made.moved(name, ranks, ranks)
     done = trained(killed, ranks)[0]
     assert done["resumed_from"] == [{"step": 6, "world_size": ranks}]
     for tag in ("train/loss", "train/grad_norm", "train/lr", "train/accept_top1/0"):
@@ -49,33 +76,6 @@ def test_the_curve_after_a_kill_is_that_of_the_uninterrupted_run_to_the_bit(reci
     assert_same(load_file(killed.run_dir / "drafter_ema" / "model.safetensors"), load_file(whole.run_dir / "drafter_ema" / "model.safetensors"))
     totals = [{k: read_json(r.run_dir / "train.json")[k] for k in ("tokens", "supervised_rows", "padding_share")} for r in (whole, killed)]
     assert totals[0] == totals[1]
-
-
-def _resize(recipe: Callable[..., Recipe], ds_config: str, before: int, *afters: int) -> None:
-    """Killed on `before` ranks, continued on each of `afters` with other micro-batches, and held against an uninterrupted run."""
-    options = {"ds_config": ds_config, "optim": GROUPS, **CURVE}
-    whole, killed = recipe(f"whole{before}", SCALAR, **options), recipe(f"killed{before}", SCALAR, **options)
-    trained(whole, before)
-    killed_before(killed, 9, before)
-    for after in afters:
-        moved = recipe(f"moved{before}{after}", SCALAR, **options, conversations_per_micro_batch=2 if after < 4 else 1)
-        seen = moved.work / "seen" / moved.name
-        shutil.copytree(killed.run_dir, moved.run_dir)
-        shutil.copytree(moved.work / "seen" / killed.name, seen)
-        done = Run(after, resumed.train, moved).wait()
-        assert all(isinstance(summary, dict) for summary in done), done
-        assert done[0]["resumed_from"] == [{"step": 6, "world_size": after}] and done[0]["world_size"] == after
-
-        assert_same(load_file(seen / f"loaded-6-{after}.safetensors"), load_file(seen / "saved-6.safetensors"))
-        assert json.loads((seen / f"loaded-6-{after}.json").read_text()) == json.loads((seen / "saved-6.json").read_text())
-
-        assert_each_once(seen, before, after, moved)
-        assert board(moved)["train/lr"] == board(whole)["train/lr"]
-        exact = "bf16" not in ds_config  # sums of bf16 gradients depend on how many ranks share them, killed or not
-        assert board(moved)["train/loss"] == pytest.approx(board(whole)["train/loss"], rel=1e-5 if exact else 1e-2)
-        if exact:
-            assert_close(weights(moved), weights(whole))
-            assert_close(*(load_file(r.run_dir / "drafter_ema" / "model.safetensors") for r in (moved, whole)))
 
 
 def assert_each_once(seen: Path, before: int, after: int, recipe: Recipe) -> None:
@@ -90,17 +90,31 @@ def assert_each_once(seen: Path, before: int, after: int, recipe: Recipe) -> Non
     assert set(second.values()) == {1} and len(second) == 4 * 4
 
 
-@pytest.mark.parametrize(("name", "before", "after"), [("zero2_fp32", 2, 1), ("zero3", 1, 2)])
-def test_another_number_of_ranks_goes_on_with_every_value_and_every_conversation_once(recipe, stage, name, before, after):
-    _resize(recipe, stage(name), before, after)
+STAGES = ("zero3", *(n for n in ds_configs.names() if n not in ("zero1_bf16", "zero2_offload_bf16", "zero3_offload_bf16")))
+QUICK = (("zero2_fp32", 2, 1), ("zero3", 1, 2))
+CASES = [(name, before, after) for name in STAGES for before, after in ((2, 1), (2, 4), (1, 2))]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["zero3", *(n for n in ds_configs.names() if n not in ("zero1_bf16", "zero2_offload_bf16", "zero3_offload_bf16"))])
-def test_another_number_of_ranks_at_every_stage(recipe, stage, name):
-    _resize(recipe, stage(name), 2, 1, 4)
-    _resize(recipe, stage(name), 1, 2)
+@pytest.mark.parametrize(("name", "before", "after"), [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES])
+def test_another_number_of_ranks_goes_on_with_every_value_and_every_conversation_once(made, name, before, after):
+    """Killed on `before` ranks, continued on `after` with other micro-batches, and held against an uninterrupted run, on two ranks."""
+    whole, moved = made.whole(name, 2), made.moved(name, before, after, conversations_per_micro_batch=2 if after < 4 else 1)
+    seen = moved.work / "seen" / moved.name
+    done = Run(after, resumed.train, moved).wait()
+    assert all(isinstance(summary, dict) for summary in done), done
+    assert done[0]["resumed_from"] == [{"step": 6, "world_size": after}] and done[0]["world_size"] == after
+
+    assert_same(load_file(seen / f"loaded-6-{after}.safetensors"), load_file(seen / "saved-6.safetensors"))
+    assert json.loads((seen / f"loaded-6-{after}.json").read_text()) == json.loads((seen / "saved-6.json").read_text())
+
+    assert_each_once(seen, before, after, moved)
+    assert board(moved)["train/lr"] == board(whole)["train/lr"]
+    exact = "bf16" not in name  # sums of bf16 gradients depend on how many ranks share them, killed or not
+    assert board(moved)["train/loss"] == pytest.approx(board(whole)["train/loss"], rel=1e-5 if exact else 1e-2)
+    if exact:
+        assert_close(weights(moved), weights(whole))
+        assert_close(*(load_file(r.run_dir / "drafter_ema" / "model.safetensors") for r in (moved, whole)))
 
 
 def test_options_that_shape_nothing_may_change_between_starts_and_others_may_not(recipe):

@@ -25,7 +25,8 @@ from kvshot_ds.training import gradients, timing, trackers, trainer, watch
 from kvshot_ds.training.control import Control
 from kvshot_ds.training.launch import run
 from kvshot_ds.training.plan import step_flops
-from tests.training.runs import assert_same, before_each_step, board, launch, run_and_stop, weights, zero3
+from tests.training import forked
+from tests.training.runs import assert_same, before_each_step, board, run_and_stop, weights, zero3
 
 STEPS = 3
 
@@ -218,9 +219,7 @@ def test_two_ranks_log_what_one_does(recipe, tmp_path, ds_config):
     options = {"drafter": "hybrid", "eval_every": 4, "ds_config": zero3(tmp_path) if ds_config == "zero3" else ds_config}
     alone, pair = recipe("alone", **options), recipe("pair", **options)
     run(alone)
-    process = launch(pair, tmp_path)
-    output = process.communicate(timeout=240)[0]
-    assert process.returncode == 0, output
+    forked.train(pair, 2)
     one, two = board(alone), board(pair)
     same = [tag for tag in one if tag.startswith(("train/", "grad_norm/", "heldout/")) and not tag.endswith(("_per_s", "stall_share"))]
     assert len(same) > 30 and {tag for tag in two if tag.startswith(("train/", "grad_norm/", "heldout/"))} >= set(same)
