@@ -249,6 +249,21 @@ def test_the_papers_tables_stand_beside_ours(work):
     assert "over 3 common rows" in " ".join(getattr(block, "text", "") for block in paper_blocks(groups, "Some-Target"))
 
 
+def test_a_variant_gains_over_the_baseline_that_was_trained_alike(work):
+    (few,) = grouped([read_run(work / "runs" / "b_kv")])
+
+    def found(mat, **train):
+        options = few.runs[0].recipe.train.model_dump(mode="json")
+        options["drafter"]["kv"]["projector"] = train.pop("projector", "linear")
+        recipe = recipe_for(work, "x", options["drafter"], train={**options, **train})
+        return replace(few.runs[0], recipe=recipe, evaluation=replace(few.runs[0].evaluation, mat=Interval(mat, None, None)))
+
+    runs = [found(1.5), found(1.7, projector="mlp"), found(2.5, max_conversations=9), found(2.6, projector="mlp", max_conversations=9)]
+    rows = beside_blocks(grouped([*runs, found(3.0, projector="mlp", max_conversations=5)]), "Some-Target")[0].rows
+    gains = {row.cells[-2].value: row.cells[-1].value for row in rows if row.tone == "ours"}
+    assert gains == {1.5: 0, 1.7: pytest.approx(0.2), 2.5: 0, 2.6: pytest.approx(0.1), 3.0: None}
+
+
 def test_a_row_that_the_paper_does_not_have():
     with pytest.raises(LookupError, match="no kv_only of depth 9"):
         paper_row("kv_only", 9, "linear_rope")

@@ -8,9 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvshot_ds.metrics import Interval
 from kvshot_ds.report import growth, scaling
 from kvshot_ds.report.cells import grouped
-from kvshot_ds.report.gather import gather_folders
+from kvshot_ds.report.families import drafter_of
+from kvshot_ds.report.gather import Evaluation, Rate, gather_folders
 from kvshot_ds.report.scaling import Curve, crossing, fit
 
 from .swept import crossed
@@ -89,6 +91,11 @@ def test_a_crossing_is_of_the_seeds_that_the_slopes_are_of():
     more = (*(straight(0.15 + j, 1.9) for j in reversed(jitter)), straight(0.4, 0.5))
     found = crossing(first, fit(curve(*more, name="b"), "log", 0.95), 0.95)
     assert found and found.tokens == pytest.approx(SIZES[0] * 4, rel=0.01)
+
+
+HALF = Interval(0.5, None, None)
+RATES = (Rate(0, 1, 2, HALF),)
+EVALUATION = Evaluation(drafter_of(cell(KV)[0].recipe), "x", "d", 9, 0.95, RATES, RATES, RATES, HALF, HALF, HALF, None, None, {}, None)
 
 
 def sized(place, conversations, passes, steps):

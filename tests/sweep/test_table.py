@@ -126,6 +126,13 @@ def test_a_sweep_of_which_nothing_has_ended(tmp_path: Path):
         early([folder.path])
 
 
+def test_a_difference_of_one_common_seed_is_called_so():
+    difference = replace(OTHER.differences["mat"], spread=replace(OTHER.differences["mat"].spread, seeds=1))
+    one = replace(TABLE, rows=(BASE, replace(OTHER, differences={**OTHER.differences, "mat": difference}), EMPTY))
+    assert "Differences of one common seed alone, of which the same is to be said as of one seed: family=" in rendered(one, "markdown")
+    assert "Differences of one common seed" not in rendered(TABLE, "text")
+
+
 def test_a_complete_trial_whose_numbers_are_gone_is_missing(tmp_path: Path):
     folder = make_sweep(tmp_path, (HIDDEN_ONLY, KV_ONLY), (0, 1))
     (folder.run_dir(folder.trials()[0]) / "eval_conversations.json").unlink()
