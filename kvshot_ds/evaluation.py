@@ -21,12 +21,14 @@ from kvshot_ds.features.batch import Batch, collate
 from kvshot_ds.features.manifest import require
 from kvshot_ds.features.shard import ShardSet
 from kvshot_ds.features.spec import teacher_rows
-from kvshot_ds.files import read_json, write_json
+from kvshot_ds.files import read_object, write_json
 from kvshot_ds.metrics import StepCounts
 from kvshot_ds.objectives.alignment import RowPlan, plan_rows
 from kvshot_ds.objectives.objective import Objective, Output, objective_for
 from kvshot_ds.provenance import digest, origin
 from kvshot_ds.target import load_parts, weights_digest
+
+COUNTS = "eval_conversations.json"
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,8 @@ def run(recipe: Recipe) -> list[dict[str, Any]]:
     for folder in folders:
         place = folder.parent if folder.name == "drafter" else folder
         stamp = _stamp(recipe, folder, train, heldout)
-        old = read_json(place / "eval.json") if (place / "eval.json").is_file() else {}
-        if old.get("digest") == stamp:
+        old = read_object(place / "eval.json") if (place / "eval.json").is_file() else {}
+        if old.get("digest") == stamp and (place / COUNTS).is_file():
             print(f"{place.name}: already evaluated -> {place / 'eval.json'}")
             results.append(old)
             continue
@@ -101,12 +103,12 @@ def run(recipe: Recipe) -> list[dict[str, Any]]:
 def evaluated(recipe: Recipe) -> bool:
     """Whether this recipe's own run has the results that `run` would write."""
     place = recipe.run_dir / "eval.json"
-    if not place.is_file():
+    if not place.is_file() or not (recipe.run_dir / COUNTS).is_file():
         return False
     try:
         folders, _ = drafters_for(recipe.target.path, (), recipe.run_dir, recipe.target.trust_remote_code)
         shards = ShardSet.open(recipe.shards_dir, "train", look=False), ShardSet.open(recipe.shards_dir, "heldout", look=False)
-        return bool(read_json(place).get("digest") == _stamp(recipe, folders[0], *shards))
+        return bool(read_object(place).get("digest") == _stamp(recipe, folders[0], *shards))
     except (KvshotError, OSError):
         return False
 
@@ -137,7 +139,7 @@ def evaluate(recipe: Recipe, folder: Path, place: Path, heldout: ShardSet, bigra
     result["provenance"] = origin(options=recipe.eval.model_dump(mode="json"))
     c = held.counts
     write_json(
-        place / "eval_conversations.json",
+        place / COUNTS,
         {
             "keys": held.keys,
             "den": c.den.astype(int).tolist(),

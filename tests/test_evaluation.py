@@ -86,6 +86,10 @@ def test_results_are_written_once_and_add_up(trained, capsys):
     assert first["against"][0]["difference"] == pytest.approx(first["alpha"][0]["value"] - bigram["value"])
     capsys.readouterr()
     assert evaluation.run(trained) == [first] and "already evaluated" in capsys.readouterr().out
+    (trained.run_dir / "eval_conversations.json").unlink()
+    assert not evaluation.evaluated(trained)
+    evaluation.run(trained)
+    assert evaluation.evaluated(trained) and read_json(trained.run_dir / "eval_conversations.json") == rows
     again = evaluation.run(trained.model_copy(update={"eval": trained.eval.model_copy(update={"max_conversations": 3})}))
     assert again[0]["data"]["conversations"] == 3
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from kvshot_ds.config.base import Section
 
@@ -84,6 +84,11 @@ class SweepConfig(Section):
     retries: int = Field(1, ge=0, description="a trial that failed starts again from its newest checkpoint, so often")
     keep_checkpoints: bool = Field(False, description="keep the checkpoints of trials that are complete")
     halving: HalvingConfig = Field(default_factory=HalvingConfig, description="early stopping")
+
+    @field_validator("controls", mode="before")
+    @classmethod
+    def _off(cls, controls: Any) -> Any:
+        return "off" if controls is False else controls  # as YAML reads the word
 
     @model_validator(mode="after")
     def _something_varies(self) -> SweepConfig:

@@ -16,6 +16,7 @@ from kvshot_ds.objectives.objective import Objective
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 LOW = 0.05  # a gate below it is closed
 _BINS = 1000
+_AT_ONCE = 1 << 23  # gates counted by one histc, which counts in fp32: beyond 2^24 in a bin it stands still
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,13 @@ def _of_layer(i: int, steps: list[LayerStep], plan: RowPlan, conversations: int)
         of_rows = (torch.ones(len(gate), device=gate.device), gate.mean(1), (gate < LOW).float().mean(1))
         columns.append(torch.stack([by_conversation(plan, k, x, conversations) for x in of_rows]))
         low, high = gate.aminmax() if len(gate) else (gate.new_tensor(torch.inf), gate.new_tensor(-torch.inf))
-        shapes.append((torch.histc(gate, _BINS, 0, 1).double(), low.double(), high.double()))
+        shapes.append((_histogram(gate), low.double(), high.double()))
     histogram, low, high = (torch.stack(x) for x in zip(*shapes, strict=True))
     rows, mean, below = torch.stack(columns, -1).unbind()
     return GateSums(i, rows, mean, below, histogram, low, high)
+
+
+def _histogram(gate: torch.Tensor) -> torch.Tensor:
+    """Gates [n, gates] in equal bins of [0, 1]: [1000] fp64."""
+    parts = gate.flatten().split(_AT_ONCE)
+    return torch.stack([torch.histc(part, _BINS, 0, 1).double() for part in parts]).sum(0)

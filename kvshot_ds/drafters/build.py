@@ -75,6 +75,8 @@ def find_drafter(folder: Path) -> Path:
             if not (place / "model.safetensors").is_file():
                 raise KvshotError(f"{place}: config.json without model.safetensors; copy the whole folder, or train again")
             return place
+    if (folder / "train.json").is_file():
+        raise KvshotError(f"{folder}: no trained drafter here, although its train.json says that it was trained; delete the whole folder and train it again")
     raise KvshotError(f"{folder}: no trained drafter here (neither config.json nor drafter/config.json); has `kvshot train` finished?")
 
 

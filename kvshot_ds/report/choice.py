@@ -34,7 +34,7 @@ def plain(groups: Iterable[Group], family: str) -> list[Group]:
 
 
 def denser(group: Group) -> bool:
-    """Whether its objective strengthens the gradient of the KV branch."""
+    """Whether its objective changes the signal of the KV branch: strengthens it, but for a factor below 1."""
     options = group.options
     return options.get(_DENSER[0], 1.0) != 1.0 or any(options.get(name, 0.0) for name in _DENSER[1:])
 
@@ -67,7 +67,7 @@ def by_signal(groups: Iterable[Group]) -> list[Side]:
     """Each cell with a stronger signal for its KV branch, and the same cell without."""
     candidates = [g for family in ("kv_only", "hybrid") for g in plain(groups, family)]
     for found in alike(candidates, _DENSER):
-        if (usual := [g for g in found if not denser(g)]) and (strong := [g for g in found if denser(g)]):
+        if (usual := [g for g in found if not denser(g)]) and (strong := [g for g in found if denser(g) and g.options.get(_DENSER[0], 1.0) >= 1]):
             return [Side(g, usual[0]) for g in strong]
     return []
 

@@ -399,8 +399,9 @@ def _scalars(folder: Path) -> dict[str, tuple[tuple[float, float], ...]]:
 
 
 def _thin(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    size = -(-len(points) // _CURVE_POINTS)
-    if size <= 1:
+    """The first point stays what it is: from there a gate closes."""
+    if len(points) <= _CURVE_POINTS:
         return tuple(points)
-    groups = [points[i : i + size] for i in range(0, len(points), size)]
+    size = -(-(len(points) - 1) // (_CURVE_POINTS - 1))
+    groups = [points[:1], *(points[i : i + size] for i in range(1, len(points), size))]
     return tuple((sum(s for s, _ in g) / len(g), sum(v for _, v in g) / len(g)) for g in groups)

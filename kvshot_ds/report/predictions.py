@@ -178,13 +178,21 @@ def _values(group: Group, of: Values, missing: str, confidence: float) -> Found:
 
 
 def _paired_values(pair: Side, of: Values, what: str, missing: str, confidence: float) -> Found:
-    """Differences of one number a seed, over the seeds that both cells have it for."""
-    sides = [{run.seed: value for run in group.runs if (value := of(run)) is not None} for group in (pair.first, pair.second)]
+    """Differences of one number of the diagnostics a seed, over the seeds that both cells have it for, taken of the same rows."""
+    sides = [{run.seed: run for run in group.runs if of(run) is not None} for group in (pair.first, pair.second)]
     lacking = [group.name for group, side in zip((pair.first, pair.second), sides, strict=True) if not side]
-    seeds = [seed for seed in sides[0] if seed in sides[1]]
-    alone = tuple(sorted(seed for seed in sides[0].keys() ^ sides[1].keys() if seed is not None))
-    lack = missing.format(" and of ".join(lacking)) if lacking else f"{what} of a seed that both cells have"
-    return Found(tuple(sides[0][seed] - sides[1][seed] for seed in seeds), confidence, lack, alone)
+    both = {seed: (run, sides[1][seed]) for seed, run in sides[0].items() if seed in sides[1]}
+    seeds = [seed for seed, runs in both.items() if _rows(runs[0]) == _rows(runs[1])]
+    alone = tuple(sorted(seed for seed in sides[0].keys() | sides[1].keys() if seed is not None and seed not in seeds))
+    lack = missing.format(" and of ".join(lacking)) if lacking else f"{what} of a seed that both cells have{', on the same rows' if both else ''}"
+    values = [(of(first), of(second)) for first, second in (both[seed] for seed in seeds)]
+    return Found(tuple(a - b for a, b in values if a is not None and b is not None), confidence, lack, alone)
+
+
+def _rows(run: Run) -> Any:
+    """What the run was diagnosed on: conversations, rows, and the draft steps of the queries."""
+    queries = part(run, "queries")
+    return (run.diagnostics or {}).get("data"), [step["rows"] for step in queries["layers"][-1]["steps"]] if queries else []
 
 
 def part(run: Run, name: str) -> dict[str, Any] | None:

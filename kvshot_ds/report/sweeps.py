@@ -148,7 +148,7 @@ def _table(scope: Scope, numbers: Mapping[Group, Numbers]) -> Table:
         absent, count = sorted(_lost(cell, scope.sweep)), len(cell.runs)
         seeds = Cell(f"{count} of {count + len(absent)}" if absent else str(count), f"without {', '.join(map(str, absent))}" if absent else "")
         if name not in groups:
-            rows.append(Row((Cell(name, "nothing measured"), *b.padded([seeds], steps + 7))))
+            rows.append(Row((Cell(name, "nothing measured"), *b.padded([seeds], steps + 8))))
             continue
         g = groups[name]
         n = numbers[g]

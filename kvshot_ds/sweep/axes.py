@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from typing import Any
+
+import yaml
 
 from kvshot_ds.config import ALIASES, Recipe, SweepConfig
 from kvshot_ds.config.training import OPERATIONAL
@@ -77,7 +80,13 @@ def select(among: Sequence[Cell], wanted: Mapping[str, Any], where: str) -> list
 
 def text(value: Any) -> str:
     """A value as tables show it."""
-    return value if isinstance(value, str) else "none" if value is None else json.dumps(value, separators=(",", ":"))
+    return value if isinstance(value, str) else "none" if value is None else json.dumps(value, separators=(",", ":"), default=str)
+
+
+def written(label: str) -> str:
+    """`label` as a value in YAML that means it: `select` takes a list for any of its items, and a word for what it stands for."""
+    plain = re.fullmatch(r"[\w.+:-]+", label) is not None and text(yaml.safe_load(label)) == label
+    return label if plain else json.dumps(label, ensure_ascii=False)
 
 
 def _matches(cell: Cell, wanted: Mapping[str, Any]) -> bool:
@@ -135,7 +144,8 @@ def _joined(rows: Iterable[Iterable[tuple[str, str, dict[str, Any]]]]) -> Cell:
     options: dict[str, Any] = {}
     for name, label, given in (one for row in rows for one in row):
         for option, value in given.items():
-            if options.setdefault(option, value) != value:
+            before = options.setdefault(option, value)
+            if before is not value and before != value:  # one that is no number differs from itself
                 raise ConfigError(
                     f"sweep.axes: {name}={label} sets {option} to {text(value)}, another axis of the same cell to {text(options[option])}; "
                     f"let one axis of named variants set it: {{{name}: {{NAME: {{{option}: VALUE}}}}}}"

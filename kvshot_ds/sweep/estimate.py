@@ -21,7 +21,9 @@ from kvshot_ds.files import read_object
 from kvshot_ds.sweep.contents import Data, trial_recipe
 from kvshot_ds.sweep.folder import SweepFolder, Trial, trials_dir
 from kvshot_ds.sweep.grid import Grid, expand
+from kvshot_ds.sweep.halving import Halving
 from kvshot_ds.training.account import Zero
+from kvshot_ds.training.actors import wanted
 from kvshot_ds.training.checkpoint import exists
 from kvshot_ds.training.plan import Hardware, Plan
 from kvshot_ds.training.schedule import chosen
@@ -91,10 +93,13 @@ def dry_run(recipe: Recipe, shape: str | None = None, guess: Guess | None = None
     """The trials and their cost as a person reads it. Over the captured features; before there are any, over the prepared conversations or `guess`, with
     the layers that the recipe will capture. shape: a known target in place of target.path.
 
-    Raises ConfigError as `expand` does, and if there is no target to take shapes from.
+    Raises ConfigError as `expand` and `run` do, and if there is no target to take shapes from.
     """
     data, note = _data(recipe, shape, guess)
     grid = expand(recipe, data)
+    wanted(recipe.ray)
+    if recipe.sweep.halving.enabled and grid.steps:
+        Halving.of(recipe, grid.trials, grid.baseline, max(grid.steps.values()))
     plans: dict[str, Plan] = {}  # seeds cost alike
     found = [_estimate(recipe, trial, data, plans) for trial in grid.trials]
     return [*_heading(recipe, grid, data, note), "", *_table(found, grid), "", *_totals(recipe, found, data), *_remarks(grid)]

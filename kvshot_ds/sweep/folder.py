@@ -98,10 +98,15 @@ class SweepFolder:
     def trials(self) -> tuple[Trial, ...]:
         """Raises ConfigError if this is no folder of a sweep."""
         self._must_be_one()
+        path = self.path / "trials.json"
+        found = read_object(path)
         try:
-            return parse(tuple[Trial, ...], read_object(self.path / "trials.json")["trials"])
-        except (ValueError, KeyError) as error:
-            raise ConfigError(f"{self.path / 'trials.json'}: not what this version writes ({error})") from None
+            trials = parse(tuple[Trial, ...], found.get("trials"))
+        except ValueError as error:
+            raise _other(path, str(error)) from None
+        if not trials:
+            raise _other(path, "no trials")
+        return trials
 
     def write_trials(self, trials: tuple[Trial, ...]) -> None:
         write_json(self.path / "trials.json", {"trials": [asdict(trial) for trial in trials]})
@@ -109,10 +114,13 @@ class SweepFolder:
     def progress(self) -> Progress:
         """How far it is; empty before the driver has written it."""
         path = self.path / "state.json"
+        if not path.is_file():
+            return Progress({})
+        found = read_object(path)
         try:
-            return parse(Progress, read_object(path)) if path.is_file() else Progress({})
+            return parse(Progress, found)
         except ValueError as error:
-            raise ConfigError(f"{path}: not what this version writes ({error})") from None
+            raise _other(path, str(error)) from None
 
     def write_progress(self, progress: Progress) -> None:
         write_json(self.path / "state.json", asdict(progress))
@@ -123,6 +131,10 @@ class SweepFolder:
     def _must_be_one(self) -> None:
         if not self.is_one(self.path):
             raise ConfigError(f"{self.path} is no folder of a sweep (no trials.json); kvshot sweep run RECIPE makes WORK/sweeps/NAME")
+
+
+def _other(path: Path, what: str) -> ConfigError:
+    return ConfigError(f"{path}: not what this version writes ({what}); delete it and run the same kvshot sweep run again: complete trials are kept")
 
 
 def trials_dir(work: Path) -> Path:

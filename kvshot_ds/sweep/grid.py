@@ -13,7 +13,7 @@ from kvshot_ds.drafters.cost import weightless
 from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.features.manifest import require
 from kvshot_ds.objectives.objective import required_features
-from kvshot_ds.sweep.axes import Cell, cells, select
+from kvshot_ds.sweep.axes import Cell, cells, select, written
 from kvshot_ds.sweep.contents import CELL, Data, address, drafter_sha, resolved, sources, starts_from, trial_recipe
 from kvshot_ds.sweep.controls import Proposal, controls
 from kvshot_ds.sweep.fairness import unequal
@@ -75,7 +75,7 @@ def _check(recipe: Recipe, among: tuple[Cell, ...], data: Data) -> None:
         try:
             one = resolved(recipe, cell.options, recipe.sweep.seeds[0], cell.name)
         except ConfigError as error:
-            wrong.append(f"{error}\n    to leave it out: sweep.exclude: [{{{', '.join(f'{name}: {value}' for name, value in cell.labels.items())}}}]")
+            wrong.append(f"{error}\n    to leave it out: sweep.exclude: [{{{', '.join(f'{name}: {written(label)}' for name, label in cell.labels.items())}}}]")
             continue
         try:
             t = one.train

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvshot_ds.config import Recipe
 from kvshot_ds.errors import ConfigError
-from kvshot_ds.files import JsonError, read_json
+from kvshot_ds.files import JsonError, read_object
 from kvshot_ds.sweep.folder import Trial
 
 
@@ -69,7 +69,7 @@ class Halving:
     def looks(self, run_dir: Path) -> dict[int, float]:
         """Step -> metric, of a trial's held-out looks so far."""
         try:
-            found = read_json(run_dir / "heldout.json")
+            found = read_object(run_dir / "heldout.json")
         except (OSError, JsonError):  # none yet
             return {}
         return {int(step): values[f"heldout/{self.metric}"] for step, values in found.items() if f"heldout/{self.metric}" in values}

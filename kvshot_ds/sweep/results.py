@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -48,13 +49,13 @@ def row(folder: SweepFolder, trial: Trial, state: TrialState) -> dict[str, Any]:
     recipe = _recipe(folder, trial)
     plan, data = _plan(recipe)
     seconds = _seconds(state, done, measured, diagnosed)
-    train = _train(run, plan, done)
+    with _writes(run, "train.json"):
+        train = _train(run, plan, done)
     ranks = train["ranks"] or (recipe.ray.ranks if recipe else None)
-    try:
-        heldout, diagnostics = _heldout(measured), summary(diagnosed) if diagnosed else None
-    except (KeyError, TypeError, IndexError) as error:
-        found = f"{type(error).__name__}: {error}"
-        raise KvshotError(f"{run}: eval.json or diagnostics.json is not what this version writes ({found}); delete both and run the sweep again") from None
+    with _writes(run, "eval.json"):
+        heldout = _heldout(measured)
+    with _writes(run, "diagnostics.json"):
+        diagnostics = summary(diagnosed) if diagnosed else None
     return {
         "sweep": folder.path.name,
         "name": trial.name,
@@ -80,6 +81,16 @@ def row(folder: SweepFolder, trial: Trial, state: TrialState) -> dict[str, Any]:
         "diagnostics": diagnostics,
         "provenance": {name: made.get(name) for name in ("versions", "git_commit")},
     }
+
+
+@contextmanager
+def _writes(run: Path, name: str) -> Iterator[None]:
+    """Errors of what `name` lacks name it. Raises KvshotError."""
+    try:
+        yield
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        found = f"{type(error).__name__}: {error}"
+        raise KvshotError(f"{run / name}: not what this version writes ({found}); delete it and run the sweep again") from None
 
 
 def write(folder: SweepFolder, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -20,31 +20,37 @@ from kvshot_ds.config import Recipe
 from kvshot_ds.diagnostics.run import diagnosed
 from kvshot_ds.errors import ConfigError, Preempted
 from kvshot_ds.evaluation import evaluated
+from kvshot_ds.features.manifest import require
 from kvshot_ds.files import sole_writer
 from kvshot_ds.sweep import results
 from kvshot_ds.sweep.claim import claim
 from kvshot_ds.sweep.estimate import train_memory
 from kvshot_ds.sweep.failure import judge, tail
 from kvshot_ds.sweep.folder import Driver, Progress, State, SweepFolder, TrialState
-from kvshot_ds.sweep.grid import Grid, expand, trial_recipe
+from kvshot_ds.sweep.grid import Data, Grid, expand, trial_recipe
 from kvshot_ds.sweep.halving import Halving
 from kvshot_ds.sweep.slots import LOG, Slot, Slots
+from kvshot_ds.target import load_geometry, weights_digest
 from kvshot_ds.training import status
 from kvshot_ds.training.actors import NOTICE, Stop, session, wanted
 
 _ENDING = 60.0  # for another driver of the sweep that is just ending, or whose node died [s]
 _LOOK = 3.0  # between looks at the trials' progress [s]
 _BEAT = 10.0  # between signs of life in state.json [s]
+_BAR = "{desc}: {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}{postfix}]"
 
 
 def run(recipe: Recipe) -> int:
     """Trains and measures the trials of `recipe.sweep` in the cluster of RAY_ADDRESS, or in a Ray of this process's own. Returns how many have failed.
 
-    A signal (SIGTERM, SIGINT, SIGUSR1) goes on to the ranks. Raises ConfigError for a sweep that cannot be, the folder of another one, and one that another
-    process runs; Preempted when the trials stopped with checkpoints.
+    A signal (SIGTERM, SIGINT, SIGUSR1) goes on to the ranks. Raises ConfigError for a sweep that cannot be, a target that is not that of the features, the
+    folder of another sweep, and one that another process runs; Preempted when the trials stopped with checkpoints.
     """
     wanted(recipe.ray)
-    grid = expand(recipe)
+    data = Data.of(recipe)
+    grid = expand(recipe, data)
+    load_geometry(recipe.target.path, recipe.target.trust_remote_code)  # says what is wrong with the folder, if anything is
+    require(data.manifest, data.manifest.spec, weights_digest(recipe.target.path))  # or every trial would fail of it
     folder = SweepFolder.of(recipe)
     with sole_writer(folder.path, "sweep", _ENDING):
         claim(folder, recipe, grid.trials)
@@ -80,7 +86,7 @@ class _Driver:
         self.new: list[str] = []  # trials completed by this start
         self.me = Driver(socket.gethostname(), os.getpid(), status.began(os.getpid()) or time.time(), time.time())
         often = 1 if sys.stderr.isatty() else NOTICE
-        self.bar = tqdm(total=len(self.trials), desc=recipe.name, unit="trial", mininterval=often, initial=self._count("complete", "halved"), smoothing=0)
+        self.bar = tqdm(total=len(self.trials), desc=recipe.name, mininterval=often, initial=self._count("complete", "halved"), smoothing=0, bar_format=_BAR)
 
     def _found(self, name: str, before: TrialState | None) -> TrialState:
         """What there is of a trial as the driver starts."""
@@ -240,12 +246,13 @@ class _Driver:
 
     def _draw(self) -> None:
         """Trials that have ended, and the shares of those that run."""
-        n = float(self._count("complete", "halved", "failed"))
+        ended = self._count("complete", "halved", "failed")
+        n = float(ended)
         for name, state in self.state.items():
             if state.state == "running" and (found := status.read(self.recipes[name].run_dir)) is not None:
                 n += min(found.step / max(found.steps, 1), 0.99)
-        self.bar.set_postfix_str(f"{self._count('running')} running", refresh=False)
-        self.bar.update(round(n - self.bar.n, 2))
+        self.bar.set_postfix_str(f"{ended} of {len(self.trials)} trials ended, {self._count('running')} running", refresh=False)
+        self.bar.update(n - self.bar.n)
 
     def _count(self, *states: State) -> int:
         return sum(state.state in states for state in self.state.values())

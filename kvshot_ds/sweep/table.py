@@ -115,7 +115,7 @@ def _notes(table: Table) -> list[str]:
             notes.append(f"{row.name}: no difference, as it has no seed in common with {base.name}")
         if row.differences and row.common_steps < max(row.steps, base.steps):
             notes.append(f"{row.name}: differences over the first {row.common_steps} draft steps, which both have")
-    if paired := [row.name for row in rows if row.differences and row.differences["mat"].spread.seeds == 1]:
+    if paired := [row.name for row in rows if row.differences and len(row.seeds) > row.differences["mat"].spread.seeds == 1]:
         notes.append(f"Differences of one common seed alone, of which the same is to be said as of one seed: {', '.join(paired)}")
     if single := [row.name for row in rows if len(row.seeds) == 1]:
         notes.append(f"One seed alone, so the interval knows nothing of what another seed would give: {', '.join(single)}")

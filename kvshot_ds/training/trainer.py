@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,14 +15,14 @@ from tqdm import tqdm
 import ds_configs
 from kvshot_ds.config import Recipe, TrainConfig, load_recipe
 from kvshot_ds.drafters.base import Drafter
-from kvshot_ds.drafters.build import DrafterInfo, build_drafter, save_drafter
+from kvshot_ds.drafters.build import DrafterInfo, build_drafter, find_drafter, save_drafter
 from kvshot_ds.drafters.cost import cost
 from kvshot_ds.drafters.initial import choose_vocab, initialise
 from kvshot_ds.drafters.warm import WarmReport, warm_start
 from kvshot_ds.errors import ConfigError, KvshotError, Preempted
 from kvshot_ds.features.manifest import load_token_counts, require
 from kvshot_ds.features.shard import ShardSet
-from kvshot_ds.files import read_object, sole_writer, write_json
+from kvshot_ds.files import file_sha256, read_object, sole_writer, write_json
 from kvshot_ds.objectives.objective import Objective, objective_for, required_features
 from kvshot_ds.provenance import digest, stamp
 from kvshot_ds.target import load_geometry, load_parts, weights_digest
@@ -106,8 +106,7 @@ def finished(recipe: Recipe) -> dict[str, Any] | None:
     load_geometry(recipe.target.path, recipe.target.trust_remote_code)  # says what is wrong with the folder, if anything is
     before = read_object(stamped)
     shards = ShardSet.open(recipe.shards_dir, "train", look=False)
-    # The source of a warm start may be gone by now; what was taken from it is not.
-    wanted, found = run_digest(recipe, shards, before.get("warm_digest", "")), before.get("train_digest")
+    wanted, found = run_digest(recipe, shards, _taken(recipe, before.get("warm_digest", ""))), before.get("train_digest")
     if found != wanted:
         changed = (
             "; ".join(_changed(load_recipe(recipe.run_dir / "recipe.yaml"), recipe)) or "the data, the target, the ds_config file, or the version that wrote it"
@@ -122,10 +121,24 @@ def _changed(before: Recipe, now: Recipe) -> list[str]:
     return [f"train.{key}: there {there.get(key)}, now {here.get(key)}" for key in {**there, **here} if there.get(key) != here.get(key)]
 
 
+def _taken(recipe: Recipe, before: str) -> str:
+    """Digest of the weights that the warm start takes. before: of those that the run took when it began; its source may be gone by now. Another folder
+    than then counts by what lies there, so that one folder may be spelled in two ways."""
+    start = recipe.train.init.warm_start
+    if start is None or start == load_recipe(recipe.run_dir / "recipe.yaml").train.init.warm_start:
+        return before if start else ""
+    with suppress(KvshotError):
+        return file_sha256(find_drafter(start) / "model.safetensors")
+    return ""
+
+
 def run_digest(recipe: Recipe, shards: ShardSet, warm_digest: str) -> str:
-    """Digest of all that shapes the trained weights: options, target (that of the features, with which `prepare` compares the folder), data, warm start."""
-    target = shards.manifest.target_digest
-    return digest(json.dumps(recipe.train.shaping(), sort_keys=True), target, shards.digest, repr(ds_configs.load(recipe.train.ds_config)), warm_digest)
+    """Digest of all that shapes the trained weights: options, target (that of the features, with which `prepare` compares the folder), data, and what a
+    warm start takes, wherever that lies."""
+    options, target = recipe.train.shaping(), shards.manifest.target_digest
+    if warm_digest:
+        options["init"]["warm_start"] = None
+    return digest(json.dumps(options, sort_keys=True), target, shards.digest, repr(ds_configs.load(recipe.train.ds_config)), warm_digest)
 
 
 def prepare(recipe: Recipe, world: World, beat: Callable[[], None] = lambda: None, alone: Callable[[], None] = lambda: None) -> Setup:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvshot_ds.config import HybridBlockConfig, HybridConfig
-from kvshot_ds.diagnostics.gate import QUANTILES, GateSums, measure_gate, quantiles, why_not
+from kvshot_ds.diagnostics.gate import QUANTILES, GateSums, _histogram, measure_gate, quantiles, why_not
 from kvshot_ds.features.batch import collate
 from kvshot_ds.objectives.alignment import plan_rows
 from tests import toys
@@ -94,3 +94,10 @@ def test_why_there_is_no_gate(name, words):
     why = why_not(objective.drafter)
     assert why is None if words is None else words in why
     assert bool(measure_gate(objective, batch, plan)) is (words is None)
+
+
+def test_many_gates_in_one_bin_are_all_counted():
+    count = (1 << 24) + 1000  # more than fp32 can count by ones
+    found = _histogram(torch.full((1, 1), 0.0101).expand(count // 8, 8))
+    assert found[10] == found.sum() == count
+    assert _histogram(torch.empty(0, 4)).tolist() == [0.0] * 1000

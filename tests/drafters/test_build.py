@@ -42,6 +42,9 @@ def test_tensors_that_do_not_fit_are_named(saved):
 def test_other_formats_and_empty_folders(tmp_path):
     with pytest.raises(KvshotError, match="no trained drafter here"):
         find_drafter(tmp_path)
+    (tmp_path / "train.json").write_text("{}")
+    with pytest.raises(KvshotError, match="delete the whole folder and train it again"):
+        find_drafter(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"format": "kvshot-drafter/9"}))
     with pytest.raises(KvshotError, match="without model"):
         load_drafter(tmp_path, "cpu", torch.float32)

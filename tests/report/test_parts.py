@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -142,7 +143,9 @@ def test_after_a_resume_the_later_value_of_a_step_counts(tmp_path):
 
 def test_long_curves_are_averaged_down():
     thinned = gather._thin([(i, 2.0 * i) for i in range(1000)])
-    assert len(thinned) == 250 and thinned[0] == (1.5, 3.0) and thinned[-1] == (997.5, 1995.0)
+    assert len(thinned) == 251 and thinned[1] == (2.5, 5.0) and thinned[-1] == (998.0, 1996.0)
+    assert thinned[0] == (0, 0), "where a gate starts"
+    assert [len(gather._thin([(i, 0.0) for i in range(n)])) for n in (0, 1, 300, 301)] == [0, 1, 300, 151]
 
 
 def test_timings_as_mapping_or_list():

@@ -23,7 +23,7 @@ from kvshot_ds.report.sections import build_sections
 from kvshot_ds.sweep.folder import SweepFolder
 
 from .conftest import MANY, read, recipe_for, write_run
-from .swept import STUDY, crossed, study
+from .swept import FAILED, STUDY, crossed, study
 
 CELLS = (STUDY[0], STUDY[1], STUDY[2], STUDY[4], STUDY[6])  # hidden, kv1, kv2, hybrid, hybrid_open (of which seed 2 failed)
 
@@ -115,6 +115,17 @@ def test_a_seed_that_is_no_trial_is_missing_too(tmp_path):
     lost = table(section, "Seeds without a result")
     assert [[cell.text for cell in row.cells] for row in lost.rows] == [["kv1", "1", "no trial of this sweep"]]
     assert table(section, "Cells, held-out").rows[1].cells[1].text == "1 of 2"
+
+
+def test_a_cell_without_any_seed_has_its_row_and_the_report_its_files(tmp_path, build_page):
+    folder = study(tmp_path, (STUDY[0], replace(STUDY[6], states={0: FAILED})), seeds=(0,), events=False, diagnosed=False)
+    recipe = load_recipe(folder.path / "recipe.yaml")
+    sections = build_sections(gather(recipe), recipe)
+    cells = table(next(s for s in sections if s.title == "Sweep study"), "Cells, held-out")
+    assert [cell.text for cell in cells.rows[1].cells[:3]] == ["hybrid_open", "0 of 1", "–"]
+    for found in (block for section in sections for block in within(list(section.blocks)) if isinstance(block, Table)):
+        assert {len(row.cells) for row in found.rows} <= {len(found.head)}, found.caption
+    assert "hybrid_open" in build_page(recipe).text
 
 
 def test_every_trial_is_there_folded(folder, page):

@@ -163,6 +163,8 @@ def test_a_stronger_signal_stands_against_the_same_cell_without():
     (pair,) = choice.by_signal(found)
     assert choice.denser(pair.first) and not choice.denser(pair.second) and pair.first.drafter.depth == pair.second.drafter.depth == 2
     assert choice.by_signal(found[:1]) == []
+    weaker = cells(cell(KV), cell(KV, objective={"kv_gradient_scale": 0.1}))
+    assert choice.by_signal(weaker) == [], "a factor below 1 is no stronger signal"
 
 
 def test_readers_are_the_shallowest_hidden_only_and_the_deepest_kv_only():
@@ -249,6 +251,22 @@ def test_queries_count_by_their_rows_in_the_last_layer():
     parts = {"queries": {"layers": [{"layer": 0, "steps": [{"k": 0, "rows": 1, "cosine": {"value": 0.9}}]}, {"layer": 1, "steps": steps}]}}
     assert predictions.query_cosine(replace(cell(KV)[0], diagnostics={"parts": parts})) == pytest.approx(0.3)
     assert predictions.query_cosine(cell(KV)[0]) is None
+
+
+def test_queries_are_compared_where_they_were_taken_of_the_same_rows():
+    def diagnosed(depth, value, conversations, rows=3):
+        parts = {"queries": {"layers": [{"layer": 0, "steps": [{"k": 0, "rows": rows, "cosine": {"value": value}}]}]}}
+        data = {"split": "heldout", "conversations": conversations, "rows": 9}
+        return [replace(run, diagnostics={"data": data, "parts": parts}) for run in cell(KV | {"depth": depth})]
+
+    def cosine(*groups):
+        return predictions.query_estimation(cells(*groups), cell(KV)[0].recipe.eval).needs[0]
+
+    found = cosine(diagnosed(4, 0.5, 64), diagnosed(1, 0.2, 64)).spread
+    assert (found.value, found.seeds) == (pytest.approx(0.3), 3)
+    for other in (diagnosed(1, 0.2, 16), diagnosed(1, 0.2, 64, rows=2)):
+        need = cosine(diagnosed(4, 0.5, 64), other)
+        assert need.standing == "open" and need.gap.endswith("on the same rows") and need.alone == (0, 1, 2)
 
 
 def test_a_gate_closes_within_the_first_quarter():

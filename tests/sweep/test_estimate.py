@@ -127,6 +127,15 @@ def test_remarks(captured: Callable[..., Recipe]) -> None:
     assert "scratch for drafter=warm: " in text and "continued for drafter=warm: " in text and text.endswith("  sweep:\n    controls: add")
 
 
+@pytest.mark.parametrize(
+    ("sweep", "more", "said"), [({"halving": {"enabled": True}}, {}, "sweep.halving.enabled"), ({}, {"gpus_per_rank": 0.5}, "ranks cannot share a GPU")]
+)
+def test_what_the_run_would_refuse_it_refuses_too(captured: Callable[..., Recipe], sweep: dict[str, Any], more: dict[str, Any], said: str) -> None:
+    recipe = captured(sweep)
+    with pytest.raises(ConfigError, match=said):
+        dry_run(recipe.model_copy(update={"ray": recipe.ray.model_copy(update=more)}))
+
+
 def test_before_anything_is_captured_or_prepared(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, {"axes": AXES}, draft_vocab_size=1000)
     unknown = dry_run(recipe, "smollm2-135m")

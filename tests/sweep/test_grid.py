@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import math
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +17,7 @@ from kvshot_ds.config import SweepConfig, load_recipe
 from kvshot_ds.describe import SHAPES
 from kvshot_ds.drafters.build import FORMAT
 from kvshot_ds.errors import ConfigError
-from kvshot_ds.sweep.axes import cells
+from kvshot_ds.sweep.axes import cells, select, written
 from kvshot_ds.sweep.folder import Trial
 from kvshot_ds.sweep.grid import Data, Grid, address, expand, trial_recipe
 from kvshot_ds.typed import parse
@@ -51,7 +53,14 @@ def test_values_as_text() -> None:
     assert names([{"warm_start": [None, "x"]}, {"kv_layers": ["all", [1, 2]]}]) == [
         f"warm_start={warm} kv_layers={layers}" for warm in ("none", "x") for layers in ("all", "[1,2]")
     ]
+    assert names([{"lr": [datetime.date(2020, 1, 1), math.nan]}]) == ['lr="2020-01-01"', "lr=NaN"]  # judged by the option's own type, not here
     assert names([]) == ["recipe"]
+
+
+@pytest.mark.parametrize("value", [[1, 2], "1e-3", "no", "null", None, True, 0.5, "bias:-2", "cell:", 'a "b", {c}', {"lr": 0.1}])
+def test_a_label_is_written_so_that_an_exclusion_means_it(value: Any) -> None:
+    (cell,) = cells(SweepConfig(axes=[{"init": [value]}])).kept
+    assert select([cell], yaml.safe_load(f"{{init: {written(cell.labels['init'])}}}"), "here") == [cell]
 
 
 def test_exclusions() -> None:

@@ -161,6 +161,12 @@ def test_curves_that_cross_lose_the_best_trial_which_is_why_it_is_off_by_default
     assert max(curves[name][100] for name in kept) < curves[best][100]
 
 
+@pytest.mark.parametrize("text", ["", "[]", "{"])
+def test_looks_that_cannot_be_read_are_none_yet(tmp_path, text):
+    (tmp_path / "heldout.json").write_text(text)
+    assert rule([trial("a")]).looks(tmp_path) == {}
+
+
 def test_looks_are_read_from_what_a_trial_has_written(tmp_path):
     found = rule([trial("a")])
     assert found.looks(tmp_path) == {}

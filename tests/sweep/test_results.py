@@ -213,9 +213,11 @@ def test_a_damaged_file_is_named_with_its_line(made: SweepFolder, tmp_path: Path
 def test_a_damaged_file_of_a_trial_is_named(tmp_path: Path):
     folder = make_sweep(tmp_path, (HIDDEN_ONLY,), (0,))
     trial = folder.trials()[0]
-    (folder.run_dir(trial) / "eval.json").write_text('{"alpha": []}')
-    with pytest.raises(KvshotError, match=rf"{trial.name}: eval.json or diagnostics.json is not what this version writes"):
-        results.row(folder, trial, TrialState("complete"))
+    for name, text in (("diagnostics.json", '{"parts": []}'), ("eval.json", '{"alpha": []}'), ("train.json", '{"steps": 3}')):
+        (folder.run_dir(trial) / name).write_text(text)
+        with pytest.raises(KvshotError, match=rf"{trial.name}/{name}: not what this version writes .*delete it and run the sweep again"):
+            results.row(folder, trial, TrialState("complete"))
+    (folder.run_dir(trial) / "train.json").unlink()
     (folder.run_dir(trial) / "eval.json").write_text("{")
     with pytest.raises(KvshotError, match=r"eval.json: not readable as JSON"):
         results.row(folder, trial, TrialState("complete"))

@@ -166,6 +166,16 @@ def test_a_trial_that_never_fits_is_refused_at_once(make: Make, tmp_path: Path, 
         run.run(make(tmp_path, "large", {"hid": HID}, {}, {"ranks": 2, "cpus_per_rank": 1000}))
 
 
+def test_another_target_is_refused_before_any_trial_could_fail_of_it(make: Make, tiny_target: Path, tmp_path: Path) -> None:
+    recipe = make(tmp_path, "target", {"hid": HID}, {})
+    other = shutil.copytree(tiny_target, tmp_path / "other")
+    (other / "config.json").write_text((other / "config.json").read_text() + " ")
+    for path, said in ((other, "captured from another target"), (tmp_path / "nowhere", "nowhere")):
+        with pytest.raises(ConfigError, match=said):
+            run.run(recipe.model_copy(update={"target": recipe.target.model_copy(update={"path": path})}))
+    assert not SweepFolder.of(recipe).path.exists()
+
+
 def workers(of: int) -> list[psutil.Process]:
     """Ray's workers that train, below the process `of`."""
     return [p for p in psutil.Process(of).children(recursive=True) if "Trainer.run" in " ".join(p.cmdline())]

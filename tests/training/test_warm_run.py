@@ -68,6 +68,24 @@ def test_another_source_under_the_same_path_is_another_run_only_before_the_first
     assert run(late)["warm_start"]["digest"] == old != run(early)["warm_start"]["digest"]
 
 
+def test_the_same_source_in_another_place_is_the_same_run_and_another_one_is_not(recipe, source, tmp_path):
+    """A path may be spelled in two ways, and a work folder may be moved: what counts is what lies there."""
+    r, moved = warm(recipe, source), tmp_path / "moved"
+    run_and_stop(r, 3)
+    source.run_dir.rename(moved)
+    run(recipe("source", "hidden_only", max_steps=2, seed=7, **FEW))
+    other = recipe("other", "hidden_only", max_steps=1, **FEW)
+    run(other)
+
+    def start_at(place):
+        return r.model_copy(update={"train": r.train.model_copy(update={"init": r.train.init.model_copy(update={"warm_start": place})})})
+
+    for place in (other.run_dir, tmp_path / "nowhere", None):
+        with pytest.raises(ConfigError, match=r"run of another configuration.*warm_start: there"):
+            run(start_at(place))
+    assert run(start_at(moved))["resumed_from"] == [{"step": 2, "world_size": 1}]
+
+
 def test_chosen_tensors_and_a_source_that_gives_nothing(recipe, source, monkeypatch):
     r, first = warm(recipe, source, max_steps=1, init={"tensors": ("layers.*.mlp.*",)}), []
     before_each_step(monkeypatch, lambda s, _m, _n: first.append({k: v.clone() for k, v in s.drafter.state_dict().items()}))
