@@ -70,11 +70,11 @@ def test_drafting_counts_every_matrix_product_and_every_pair_of_query_and_key(na
     drafter.draft(state, start(CONTEXT - new, 0), length)
     pairs, attend = [], layer_module.merged_attention
 
-    def watched(q: torch.Tensor, prefix: Any, steps: Any, spans: Any, scale: float) -> torch.Tensor:
+    def watched(q: torch.Tensor, prefix: Any, steps: Any, spans: Any, scale: float, hidden: Any) -> torch.Tensor:
         n, b, heads, width = q.shape
         seen = sum(span.anchor + i - span.start + 1 for span in spans for i in range(span.count)) if prefix is not None else 0
         pairs.append(b * (seen + n * len(steps)) * heads * width)
-        return attend(q, prefix, steps, spans, scale)
+        return attend(q, prefix, steps, spans, scale, hidden)
 
     monkeypatch.setattr(layer_module, "merged_attention", watched)
     counted = matrix_products(lambda: drafter.draft(state, start(new, CONTEXT - new), length))
