@@ -50,7 +50,7 @@ def reachable(address: str) -> bool:
         return True
     try:
         socket.create_connection((host, int(port)), timeout=3).close()
-    except OSError:
+    except (OSError, OverflowError):  # the latter of a number that no port has
         return False
     return True
 

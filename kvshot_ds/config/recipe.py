@@ -81,6 +81,8 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     path = path.resolve()
     if path in seen:
         raise ConfigError(f"{path}: extends itself by way of {' -> '.join(str(p) for p in seen)}")
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder, expected a recipe; a run folder's recipe is {path / 'recipe.yaml'}")
     try:
         data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 - a SafeLoader
     except FileNotFoundError:

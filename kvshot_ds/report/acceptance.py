@@ -77,12 +77,12 @@ def _main_table(measured: list[tuple[Run, Evaluation]]) -> Table:
         start = Cell(f"layers: {e.drafter.init_layers}", f"head: {e.drafter.init_head}" + ("; warm start" if e.drafter.warm_start else ""))
         size = replace(b.millions(e.drafter.parameters), sub="target's head, frozen" if e.drafter.blockwise else "with its own head")
         words = (Cell(run.name, run.label), start, size)
-        alphas = b.padded([b.measured(r.interval) for r in e.alpha], steps)
-        rows.append(Row((*words, *alphas, b.measured(e.mat, 2), b.measured(e.mat_joint, 2), b.measured(e.retention)), style=run.style))
+        alphas = b.padded([b.measured(r.interval, of="α") for r in e.alpha], steps)
+        rows.append(Row((*words, *alphas, b.measured(e.mat, 2, "MAT"), b.measured(e.mat_joint, 2, "MAT"), b.measured(e.retention, of="retention")), style=run.style))
     bigram = next(((e.bigram, e.bigram_tokens) for _, e in measured if e.bigram), None)
     if bigram:
         tokens = f"counted on {b.integer(bigram[1])} training tokens" if bigram[1] is not None else ""
-        rows.append(Row((Cell("bigram table", tokens), NONE, NONE, b.measured(bigram[0]), *[NONE] * (steps + 2))))
+        rows.append(Row((Cell("bigram table", tokens), NONE, NONE, b.measured(bigram[0], of="α"), *[NONE] * (steps + 2))))
     head = ("drafter", "initialised from", "parameters", *map(b.alpha_name, range(steps)), "MAT", "joint MAT", "retention")
     return Table("All drafters, held-out: value above, interval below", head, tuple(rows), words=2)
 

@@ -195,7 +195,7 @@ def _table(axis: Axis, lines: Sequence[Sequence[Group]], chosen: Sequence[int], 
         for g in members:
             value = axis.value[g]
             shown = Cell(value) if isinstance(value, str) else Cell(f"{value:,.6g}", value=value)
-            cells = [b.measured(of(g), digits) for _, digits, of in _measures(numbers)]
+            cells = [b.measured(of(g), digits, title) for title, digits, of in _measures(numbers)]
             rows.append(Row((replace(heading(g)), shown, b.counted(numbers[g].mat.seeds), *cells), style=style))
     head = ("cell", axis.title, "seeds", *(title for title, _, _ in _measures(numbers)))
     return Table("What the charts show", head, tuple(rows), words=1 if axis.numbers else 2)

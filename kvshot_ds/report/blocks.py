@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvshot_ds.metrics import Interval
+from kvshot_ds.report.bounds import cut
 from kvshot_ds.report.figures import Chart, Dots
 
 
@@ -175,11 +176,11 @@ def padded(cells: Sequence[Cell], width: int) -> tuple[Cell, ...]:
     return (*cells, *[NONE] * (width - len(cells)))
 
 
-def measured(interval: Interval | None, digits: int = 3) -> Cell:
-    """Value over its interval."""
+def measured(interval: Interval | None, digits: int = 3, of: str = "") -> Cell:
+    """Value over its interval. of: name of the quantity, at whose bounds the interval is shown cut; the cell's own ends stay whole."""
     if interval is None or interval.value is None:
         return NONE
-    return Cell(number(interval.value, digits), bounds(interval, digits), interval.value, low=interval.low, high=interval.high)
+    return Cell(number(interval.value, digits), bounds(cut(interval, of), digits), interval.value, low=interval.low, high=interval.high)
 
 
 def duration(seconds: float | None) -> str:

@@ -48,7 +48,8 @@ class Measure:
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure for every scope. ident: unique on the page, completed by the scope's. folded: under which words it is folded away, if it is."""
+    """A figure for every scope. ident: unique on the page, completed by the scope's. folded: under which words it is folded away, if it is.
+    log_y: a logarithmic axis of values."""
 
     ident: str
     caption: str
@@ -57,6 +58,7 @@ class Plot:
     integer_x: bool = False
     plain: bool = False
     folded: str = ""
+    log_y: bool = False
 
 
 def scopes(work: Work) -> tuple[Scope, ...]:
@@ -206,14 +208,17 @@ def _chart(plot: Plot, measure: Measure, points: dict[Group, Points], groups: Se
     own = tuple(series(g.name, g.style, points[g], plot.plain) for g in groups if g in points)
     others = tuple(series(g.name, g.style, p) for g, p in points.items() if g not in groups) if behind else ()
     text = f"{measure.title}, by {plot.x_label}, of {len(own)} cell{'s' if len(own) > 1 else ''}: {', '.join(s.label for s in own)}."
-    return Chart(plot.x_label, measure.label, own, text, integer_x=plot.integer_x, y_range=y_range(points.values()), behind=others)
+    limits = y_range(points.values(), plot.log_y)
+    return Chart(plot.x_label, measure.label, own, text, integer_x=plot.integer_x, y_range=limits, behind=others, log_y=plot.log_y)
 
 
-def y_range(lines: Iterable[Points]) -> tuple[float, float] | None:
-    """From the lowest to the highest end of all lines, with a margin."""
-    ends = [v for line in lines for _, i in line for v in (i.value, i.low, i.high) if v is not None]
+def y_range(lines: Iterable[Points], log: bool = False) -> tuple[float, float] | None:
+    """From the lowest to the highest end of all lines, with a margin. log: of what is above 0, for a logarithmic axis."""
+    ends = [v for line in lines for _, i in line for v in (i.value, i.low, i.high) if v is not None and (v > 0 or not log)]
     if not ends:
         return None
+    if log:
+        return min(ends) / 1.2, max(ends) * 1.2
     margin = 0.05 * (max(ends) - min(ends)) or 0.02 * abs(max(ends)) or 0.01
     return min(ends) - margin, max(ends) + margin
 
@@ -227,6 +232,6 @@ def _table(plot: Plot, found: list[tuple[Measure, dict[Group, Points]]], groups:
         every = 1 if plot.integer_x else max(1, -(-len(xs) // _ROWS))
         thinned |= every > 1
         for x in xs[::-every][::-1]:
-            rows.append(Row((heading(g), b.counted(x), *(b.measured(column.get(x), m.digits) for m, column in columns)), style=g.style))
+            rows.append(Row((heading(g), b.counted(x), *(b.measured(column.get(x), m.digits, m.label) for m, column in columns)), style=g.style))
     head = ("cell", plot.x_label, *(m.title for m, _ in found))
     return Table("Evenly spaced points of each curve" if thinned else "What the charts show", head, tuple(rows))

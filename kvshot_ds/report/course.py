@@ -107,7 +107,7 @@ def _logged(runs: list[Run]) -> Iterable[Plot]:
     ):
         found = [key for key in GROUP_WORDS if any(run.scalars.get(f"{name}/{key}") for run in runs)]
         yield Plot(
-            name.replace("_", "-"), f"{what}.{band}", _STEP, _measures([(f"{name}/{key}", "norm", GROUP_WORDS[key]) for key in found]), plain=True, folded=words
+            name.replace("_", "-"), f"{what}, on a logarithmic axis.{band}", _STEP, _measures([(f"{name}/{key}", "norm", GROUP_WORDS[key]) for key in found]), plain=True, folded=words, log_y=True
         )
 
 

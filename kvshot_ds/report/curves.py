@@ -150,7 +150,7 @@ def drawing(runs: tuple[Run, ...]) -> str:
 
 def _name_curves(axes: Any, chart: Chart) -> None:
     """Writes each curve's name right of its last point, as near as the other names leave room."""
-    low, high = chart.y_range or axes.get_ylim()
+    low, high = axes.get_ylim()
     steps = max(x for s in chart.series for x in s.x)
     unit = (steps + 1) / 7  # of the horizontal axis: as wide as a draft step where there are seven
     edge = steps + (_SIDE + 0.2) * unit

@@ -32,6 +32,8 @@ _PARTS = {
 }
 _MASKS = {"none": "nothing masked", "far": "far positions masked", "near": "near positions masked", "all": "all positions masked"}
 Found = Mapping[str, Any]
+# Columns of the table of gradients: part of the diagnostics, digits, name of the quantity
+_GRADIENTS = (("share", 3, "share"), ("norm_per_row", 5, "norm"), ("relative", 5, "norm"), ("effective_rows", 0, "rows"))
 _FEW = 4  # runs whose commands are listed one by one
 
 
@@ -123,7 +125,7 @@ def _by_layer(scope: Scope) -> list[Block]:
     for g, found_lines in drawn:
         made = tuple(series(f"layer {i}", i, points) for i, points in found_lines)
         panels.append(Panel(g.name, Chart(_STEP, "cosine", made, f"Cosine of queries of {g.name} by layer.", integer_x=True, y_range=y_range(lines))))
-        rows += [Row((heading(g), b.counted(i), b.counted(x), b.measured(v)), style=g.style) for i, points in found_lines for x, v in points]
+        rows += [Row((heading(g), b.counted(i), b.counted(x), b.measured(v, of="cosine")), style=g.style) for i, points in found_lines for x, v in points]
     if not panels:
         return []
     table = Table("Cosine of the queries by layer", ("cell", "layer", _STEP, "cosine"), tuple(rows))
@@ -156,14 +158,14 @@ def _gradients(scope: Scope) -> list[Block]:
             named = {key: of(g, key) for key in ("parameters", "share", "norm_per_row", "relative", "effective_rows")}
             dots = tuple(Dot(GROUP_WORDS[keys[int(i)]], g.style, v.value, v.low, v.high) for i, v in sorted(named["relative"].items()))
             text = f"Norm of the gradient over that of the weights, by group of parameters, of {g.name}."
-            panels.append(Panel(g.name, Dots("gradient / weights", dots, text, x_range=y_range(everywhere))))
+            panels.append(Panel(g.name, Dots("gradient / weights", dots, text, x_range=y_range(everywhere, log=True), log=True)))
             for i in sorted(named["share"]):
-                cells = [b.measured(named[key].get(i), digits) for key, digits in (("share", 3), ("norm_per_row", 5), ("relative", 5), ("effective_rows", 0))]
+                cells = [b.measured(named[key].get(i), digits, of) for key, digits, of in _GRADIENTS]
                 size = named["parameters"].get(i)
                 rows.append(Row((heading(g), Cell(GROUP_WORDS[keys[int(i)]]), b.millions(size.value if size else None), *cells), style=g.style))
         head = ("cell", "parameters of", "count", "share of the squares", "norm for a row", "norm / norm of weights", "rows that give it")
         caption = (
-            "Gradients at the end of training, by group of parameters: norm for each row over the norm of the weights. K and V projections: of the KV path."
+            "Gradients at the end of training, by group of parameters: norm for each row over the norm of the weights, on a logarithmic axis. K and V projections: of the KV path."
         )
         blocks.append(
             Figure(
@@ -223,8 +225,8 @@ def _context(scope: Scope) -> list[Block]:
                 Panel(g.name, Dots("MAT", dots, f"MAT of {g.name} with prefix positions masked.", whole.value if whole else None, y_range(everywhere)))
             )
             for i, v in sorted(by_mask.items()):
-                alphas = b.padded([b.measured(a) for _, a in alpha(g, keys[int(i)])], steps)
-                rows.append(Row((heading(g), Cell(_MASKS[keys[int(i)]]), *alphas, b.measured(v, 2)), style=g.style))
+                alphas = b.padded([b.measured(a, of="α") for _, a in alpha(g, keys[int(i)])], steps)
+                rows.append(Row((heading(g), Cell(_MASKS[keys[int(i)]]), *alphas, b.measured(v, 2, "MAT")), style=g.style))
         caption = (
             f"Context use: MAT when what the drafter reads of the target is masked at prefix positions. Near: within {near} tokens. Dotted: nothing masked."
         )

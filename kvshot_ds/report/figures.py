@@ -10,9 +10,12 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
+
+from kvshot_ds.metrics import Interval
+from kvshot_ds.report.bounds import cut, cut_axis
 
 # matplotlib dash, marker; without colours a series repeats only after 24, with them after 144
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (1.5, 1.5)), (0, (6, 1.5, 1.5, 1.5)))
@@ -77,7 +80,7 @@ class Series:
 class Chart:
     """Lines over one pair of axes. reference: value of a dotted horizontal line. integer_x: tick at every x (draft steps). y_range: of the axis,
     None: as the series need it. behind: drawn first, in grey: what the others are to be seen against. log_x: a horizontal
-    axis by doublings. x_ticks: the measured places of an axis; where they are given, intervals are bars."""
+    axis by doublings; log_y: a vertical one by tens. x_ticks: the measured places of an axis; where they are given, intervals are bars."""
 
     x_label: str
     y_label: str
@@ -89,6 +92,7 @@ class Chart:
     behind: tuple[Series, ...] = ()
     log_x: bool = False
     x_ticks: tuple[float, ...] = ()
+    log_y: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,13 +109,14 @@ class Dot:
 @dataclass(frozen=True)
 class Dots:
     """Values with their intervals, one below the other, each under its label. reference: value of a dotted vertical line. x_range: of the axis,
-    None: as the values need it."""
+    None: as the values need it. log: a logarithmic axis."""
 
     x_label: str
     rows: tuple[Dot, ...]
     description: str
     reference: float | None = None
     x_range: tuple[float, float] | None = None
+    log: bool = False
 
     @property
     def height(self) -> int:
@@ -134,7 +139,8 @@ def lines(chart: Chart | Dots, ident: str, width: int, height: int) -> str:
 
 
 def draw(axes: Any, chart: Chart | Dots, theme: Theme) -> None:
-    """`chart` on the axes of a matplotlib figure. Intervals are bands, or bars side by side where bands would hide each other."""
+    """`chart` on the axes of a matplotlib figure. Intervals are bands, or bars side by side where bands would hide each other;
+    they and the axis end where the quantity does."""
     from matplotlib.ticker import MaxNLocator
 
     if isinstance(chart, Dots):
@@ -143,7 +149,7 @@ def draw(axes: Any, chart: Chart | Dots, theme: Theme) -> None:
     for series in chart.behind:
         axes.plot(series.x, _floats(series.y), color=theme.grid, linewidth=1.3, zorder=0.5)
     for series, shift in zip(chart.series, shifts(chart), strict=True):
-        _draw(axes, series, theme, _has_bars(chart), shift)
+        _draw(axes, _within(series, chart.y_label), theme, _has_bars(chart), shift)
     if chart.reference is not None:
         axes.axhline(chart.reference, color=theme.muted, linestyle=(0, (1, 2)), linewidth=1.4)
     axes.set_xlabel(chart.x_label, color=theme.ink, parse_math=False)
@@ -162,8 +168,20 @@ def draw(axes: Any, chart: Chart | Dots, theme: Theme) -> None:
     if chart.x_ticks:
         axes.set_xticks(chart.x_ticks, [short(x) for x in chart.x_ticks])
         axes.margins(x=0.08)
-    if chart.y_range is not None:
-        axes.set_ylim(*chart.y_range)
+    if chart.log_y:
+        axes.set_yscale("log")
+    low, high = chart.y_range or axes.get_ylim()
+    axes.set_ylim(*cut_axis(low, high, (y for s in (*chart.behind, *chart.series) for y in s.y), chart.y_label))
+    if chart.log_y:
+        _by_tens(axes.yaxis, axes.get_ylim())
+
+
+def _within(series: Series, name: str) -> Series:
+    """The series with its intervals cut at the bounds of the quantity."""
+    if not series.has_interval:
+        return series
+    ends = [cut(Interval(*point), name) for point in zip(series.y, series.low, series.high, strict=True)]
+    return replace(series, low=tuple(i.low for i in ends), high=tuple(i.high for i in ends))
 
 
 def shifts(chart: Chart) -> list[float]:
@@ -213,6 +231,15 @@ def _by_doublings(axes: Any) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
 
 
+def _by_tens(axis: Any, limits: tuple[float, float]) -> None:
+    """Ticks of a logarithmic axis: powers of ten, or round numbers where it spans less than two of them."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(numticks=6) if limits[1] >= 100 * limits[0] > 0 else MaxNLocator(4))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
 def short(value: float) -> str:
     """Three digits and k, M, G, T, P or E."""
     power = max((p for p in range(3, 21, 3) if abs(value) >= 10**p), default=0)
@@ -226,8 +253,10 @@ def _draw_dots(axes: Any, chart: Dots, theme: Theme) -> None:
     for y, dot in enumerate(chart.rows):
         paint = theme.series[dot.style % COLOURS]
         axes.text(0, y - 0.36, dot.label, transform=axes.get_yaxis_transform(), color=theme.ink, fontsize=10, va="center", parse_math=False)
-        if dot.low is not None and dot.high is not None:
-            axes.hlines(y, dot.low, dot.high, color=paint, linewidth=2, alpha=0.75)
+        shown = cut(Interval(dot.value, dot.low, dot.high), chart.x_label)
+        if shown.low is not None and shown.high is not None:
+            start = max(shown.low, chart.x_range[0]) if chart.log and chart.x_range else shown.low  # 0 has no place on a logarithmic axis
+            axes.hlines(y, start, shown.high, color=paint, linewidth=2, alpha=0.75)
         if dot.value is None:
             axes.text(0, y, "not measured", transform=axes.get_yaxis_transform(), color=theme.muted, fontsize=9, va="center")
         else:
@@ -244,8 +273,12 @@ def _draw_dots(axes: Any, chart: Dots, theme: Theme) -> None:
     axes.set_axisbelow(True)
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.margins(x=0.08)
-    if chart.x_range is not None:
-        axes.set_xlim(*chart.x_range)
+    if chart.log:
+        axes.set_xscale("log")
+    low, high = chart.x_range or axes.get_xlim()
+    axes.set_xlim(*cut_axis(low, high, (dot.value for dot in chart.rows), chart.x_label))
+    if chart.log:
+        _by_tens(axes.xaxis, axes.get_xlim())
 
 
 def _floats(values: Sequence[float | None]) -> list[float]:

@@ -56,10 +56,11 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Conversations:
-    """eval_conversations.json: counts [C, K] in the order of `keys`."""
+    """eval_conversations.json: counts [C, K] in the order of `keys`; bigram [C]: the bigram table's hits at step 0, () where they are not on record."""
 
     keys: tuple[str, ...]
     counts: StepCounts
+    bigram: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -356,7 +357,7 @@ def _evaluation(data: Mapping[str, Any]) -> Evaluation:
 
 
 def _conversations(data: Mapping[str, Any]) -> Conversations:
-    return Conversations(tuple(data["keys"]), StepCounts(data["den"], data["top1"], data["joint"], data["prob"]))
+    return Conversations(tuple(data["keys"]), StepCounts(data["den"], data["top1"], data["joint"], data["prob"]), tuple(data.get("bigram", ())))
 
 
 def _decoding(data: Mapping[str, Any]) -> Decoding:

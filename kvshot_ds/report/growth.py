@@ -9,6 +9,7 @@ from kvshot_ds.config import EvalConfig
 from kvshot_ds.metrics import Spread
 from kvshot_ds.report import blocks as b
 from kvshot_ds.report.blocks import NONE, Block, Cell, Figure, LegendItem, Panel, Row, Table, Text
+from kvshot_ds.report.bounds import cut
 from kvshot_ds.report.cells import Group, of_values
 from kvshot_ds.report.figures import COLOURS, Chart, Series, short
 from kvshot_ds.report.scaling import AHEAD, METRICS, SATURATING, SIZES, Crossing, Fit, crossing, data_curves, fit, look_curves
@@ -102,16 +103,17 @@ def _table(fits: Sequence[Fit], level: float) -> Table:
     rows = []
     for f in fits:
         c, power = f.curve, fit(f.curve, "power", level)
-        ends = [_over(f.at(times * c.sizes[-1], level)) for times in AHEAD]
-        limit = _over(power.limit) if power else Cell("–", f"fewer than {SATURATING} sizes" if len(c.sizes) < SATURATING else "the points do not tell one")
+        ends = [_over(f.at(times * c.sizes[-1], level), c.metric) for times in AHEAD]
+        limit = _over(power.limit, c.metric) if power else Cell("–", f"fewer than {SATURATING} sizes" if len(c.sizes) < SATURATING else "the points do not tell one")
         sizes = Cell(f"{short(c.sizes[0])} to {short(c.sizes[-1])}", f"{len(c.sizes)} sizes, {len(c.values)} seed(s)")
-        rows.append(Row((Cell(c.name), Cell(c.metric), sizes, _over(f.slope, signed=True), b.shown(f.rms, 4), *ends, limit), style=c.style))
+        rows.append(Row((Cell(c.name), Cell(c.metric), sizes, _over(f.slope, "difference", signed=True), b.shown(f.rms, 4), *ends, limit), style=c.style))
     head = ("cell", "metric", "tokens", "b: a doubling adds", "left over (rms)", *(f"at × {times}, extrapolated" for times in AHEAD), "limit c, extrapolated")
     return Table(f"Fits against tokens: value above, {level:.0%} interval over seeds below", head, tuple(rows), words=2)
 
 
-def _over(s: Spread | None, signed: bool = False) -> Cell:
+def _over(s: Spread | None, of: str, signed: bool = False) -> Cell:
+    """of: name of the quantity, at whose bounds the interval is shown cut."""
     if s is None or s.value is None or not math.isfinite(s.value):
         return NONE
     text = b.signed(s.value) if signed else b.number(s.value)
-    return Cell(text, b.bounds(s) if s.seeds > 1 else "one seed", s.value, low=s.low, high=s.high)
+    return Cell(text, b.bounds(cut(s, of)) if s.seeds > 1 else "one seed", s.value, low=s.low, high=s.high)

@@ -38,7 +38,7 @@ def _decoding_table(decoded: list[tuple[Run, Decoding]]) -> Table:
             Cell(run.name, ", ".join(part for part in setting if part)),
             Cell(f"{d.identical} identical", f"{d.different} different", d.identical),
             Cell(", ".join(map(str, d.histogram)), bars=d.histogram, style=run.style),
-            b.measured(d.tau, 2),
+            b.measured(d.tau, 2, "τ"),
             b.counted(d.tokens, f"in {b.integer(d.target_forwards)} forwards"),
             b.shown(drafted, 1),
             b.shown(generate, 1),
@@ -108,7 +108,7 @@ def training_table(runs: tuple[Run, ...]) -> Table:
         counts = [b.counted(t.get(key)) for key in ("steps", "tokens", "supervised_rows", "draft_vocab_size")]
         coverage, resumed = t.get("draft_vocab_coverage"), _resumed(t.get("resumed_from") or [])
         rest = (Cell(b.percent(coverage), value=coverage), b.counted(t.get("world_size")), Cell(b.duration(t.get("seconds")), value=t.get("seconds")))
-        cells = (Cell(run.name), Cell(objective_words(run)), b.counted((t.get("parameters") or {}).get("trainable")), *counts, *rest, Cell(resumed or "no"))
+        cells = (Cell(run.name), Cell(objective_words(run)), b.millions((t.get("parameters") or {}).get("trainable")), *counts, *rest, Cell(resumed or "no"))
         rows.append(Row(cells, style=run.style))
     head = (
         "drafter",

@@ -7,13 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvshot_ds.config import Recipe
+from kvshot_ds.config import EvalConfig, Recipe
 from kvshot_ds.report import blocks as b
 from kvshot_ds.report import verdicts
 from kvshot_ds.report.acceptance import INIT_HEAD, acceptance_blocks, comparison_blocks
 from kvshot_ds.report.against import axis_blocks
 from kvshot_ds.report.beside import beside_blocks
+from kvshot_ds.report.baseline import baseline_blocks, compared
 from kvshot_ds.report.blocks import Block, Bullets, Cell, Code, Details, Facts, Row, Section, Table, Text
+from kvshot_ds.report.bounds import SAID
 from kvshot_ds.report.bycell import Scope, scopes
 from kvshot_ds.report.cells import Group, grouped
 from kvshot_ds.report.compare import BIGRAM, Comparison, comparisons
@@ -28,6 +30,7 @@ from kvshot_ds.report.paper import paper_blocks
 from kvshot_ds.report.predictions import predictions
 from kvshot_ds.report.running import decoding_blocks, training_blocks, training_table
 from kvshot_ds.report.sweeps import summary, sweep_blocks
+from kvshot_ds.sweep.compare import Table as SweepTable
 
 # below this many training conversations the page says that the run is small (the paper: about 70,000)
 SMALL_RUN = 10_000
@@ -48,6 +51,7 @@ _DEFINITIONS = (
     ("retention", "α at the last step over α₀"),
     ("τ", "tokens committed per target forward in real decoding: accepted + 1"),
     ("interval", "percentile bootstrap; whole conversations are drawn, ratios are of sums"),
+    ("bounds", SAID),
     ("bigram table", "proposes the token that most often followed the current one in the training answers; knows nothing of the target's state"),
 )
 
@@ -59,13 +63,14 @@ def build_sections(work: Work, recipe: Recipe) -> list[Section]:
     everything = scopes(work)
     swept = [scope for scope in everything if scope.sweep]
     numbers = {g: numbers_of(g, recipe.eval) for scope in swept for g in scope.groups}
+    against = {scope: compared(scope) for scope in swept if scope.groups}
     cells = _cells(work, everything)
     found = comparisons(work.alone, recipe.eval, commands)
     decoded = (*work.alone, *(run for run in work.runs if run not in work.alone and run.decoding))
     return [
-        Section("glance", "At a glance", _glance(work.alone, found, swept, numbers)),
+        Section("glance", "At a glance", _glance(work.alone, found, swept, numbers, against)),
         Section("what", "What was measured", _what(work, recipe, target, everything)),
-        *(Section(f"sweep-{n}", scope.title, [*sweep_blocks(scope, _of(scope, numbers)), *_axes(scope, numbers)]) for n, scope in enumerate(swept)),
+        *(Section(f"sweep-{n}", scope.title, _swept(scope, numbers, against, recipe.eval)) for n, scope in enumerate(swept)),
         *([Section("acceptance", "Held-out acceptance", acceptance_blocks(work.alone))] if work.alone or not swept else []),
         *([Section("comparisons", "Comparisons", comparison_blocks(found))] if work.alone or not swept else []),
         Section("decoding", "Real speculative decoding", decoding_blocks(decoded)),
@@ -91,6 +96,11 @@ def _of(scope: Scope, numbers: Mapping[Group, Numbers]) -> dict[Group, Numbers]:
     return {g: numbers[g] for g in scope.groups}
 
 
+def _swept(scope: Scope, numbers: Mapping[Group, Numbers], against: Mapping[Scope, SweepTable | str], options: EvalConfig) -> list[Block]:
+    differences = baseline_blocks(scope, against[scope], options) if scope in against else []
+    return [*sweep_blocks(scope, _of(scope, numbers), differences), *_axes(scope, numbers)]
+
+
 def _axes(scope: Scope, numbers: Mapping[Group, Numbers]) -> list[Block]:
     return axis_blocks(scope, _of(scope, numbers)) if scope.groups else []
 
@@ -104,9 +114,11 @@ def _training(work: Work, everything: tuple[Scope, ...]) -> list[Block]:
     return [*tables, *course_blocks(everything)]
 
 
-def _glance(runs: tuple[Run, ...], found: list[Comparison], swept: Sequence[Scope], numbers: Mapping[Group, Numbers]) -> list[Block]:
+def _glance(
+    runs: tuple[Run, ...], found: list[Comparison], swept: Sequence[Scope], numbers: Mapping[Group, Numbers], against: Mapping[Scope, SweepTable | str]
+) -> list[Block]:
     """The findings in sentences, each with its number."""
-    items = [item for scope in swept for item in summary(scope, _of(scope, numbers))]
+    items = [item for scope in swept for item in summary(scope, _of(scope, numbers), against.get(scope, ""))]
     for run, e in evaluated(runs):
         first, last = e.alpha[0], e.alpha[-1]
         shares = f"right on {b.percent(first.interval.value)} of the held-out rows at draft step 0, on {b.percent(last.interval.value)} at step {last.k}"

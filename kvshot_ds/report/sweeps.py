@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kvshot_ds.report import blocks as b
+from kvshot_ds.report.baseline import name_of
 from kvshot_ds.report.blocks import Block, Cell, Code, Details, Facts, Row, Table, Text
+from kvshot_ds.report.bounds import cut
 from kvshot_ds.report.bycell import Measure, Plot, Scope, axis_words, cell_name, heading, plotted
 from kvshot_ds.report.cells import Group
 from kvshot_ds.report.gather import Sweep, SweepCell
 from kvshot_ds.report.numbers import Numbers
+from kvshot_ds.sweep import compare
 
 _RULE = (
     "Values are means over seeds. Intervals hold the noise of seeds (Student's t) and that of the held-out conversations, which all seeds share; a cell of one "
@@ -20,8 +23,8 @@ _RULE = (
 _ALIKE = ("steps", "tokens")
 
 
-def sweep_blocks(scope: Scope, numbers: Mapping[Group, Numbers]) -> list[Block]:
-    """Everything of one sweep but its axes, training, diagnostics and cost."""
+def sweep_blocks(scope: Scope, numbers: Mapping[Group, Numbers], differences: Sequence[Block] = ()) -> list[Block]:
+    """Everything of one sweep but its axes, training, diagnostics and cost. differences: from its baseline, for the place below the main table."""
     assert scope.sweep
     return [
         Facts(_facts(scope.sweep)),
@@ -32,12 +35,20 @@ def sweep_blocks(scope: Scope, numbers: Mapping[Group, Numbers]) -> list[Block]:
             if scope.groups
             else [b.missing(f"held-out acceptance of any trial of sweep {scope.sweep.name}", "sweep run", scope.sweep.folder)]
         ),
-        *([_table(scope, numbers), Text(_RULE), _trials(scope.sweep)] if scope.groups else []),
+        *([_table(scope, numbers), Text(_rule(numbers)), *differences, _trials(scope.sweep)] if scope.groups else []),
     ]
 
 
-def summary(scope: Scope, numbers: Mapping[Group, Numbers]) -> list[str]:
-    """Sentences for the top of the page: how much there is, and which cell has the highest value of each number."""
+def _rule(numbers: Mapping[Group, Numbers]) -> str:
+    """How the intervals are made, and what few seeds do to them."""
+    seeds = {n.mat.seeds for n in numbers.values()}
+    few = " Where a cell has two seeds its interval is wide because two seeds say little of others, not because of the conversations." if 2 in seeds else ""
+    return f"{_RULE}{few}"
+
+
+def summary(scope: Scope, numbers: Mapping[Group, Numbers], against: compare.Table | str) -> list[str]:
+    """Sentences for the top of the page: how much there is, the baseline, which cell has the highest value of each number, and whether it is told apart
+    from the baseline."""
     sweep = scope.sweep
     assert sweep
     missing = [t for t in sweep.trials if t.missing]
@@ -45,6 +56,9 @@ def summary(scope: Scope, numbers: Mapping[Group, Numbers]) -> list[str]:
     items = [f"{scope.title}: {done}."]
     if not scope.groups:
         return items
+    base = None if isinstance(against, str) else against.rows[against.baseline]
+    if base:
+        items.append(f"The baseline is {name_of(scope, base)}.")
     last = min(len(n.alpha) for n in numbers.values()) - 1
     of = {"MAT": lambda n: n.mat, "joint MAT": lambda n: n.mat_joint, b.alpha_name(0): lambda n: n.alpha[0], b.alpha_name(last): lambda n: n.alpha[last]}
     for name, get in {**of, "retention": lambda n: n.retention}.items():
@@ -54,10 +68,27 @@ def summary(scope: Scope, numbers: Mapping[Group, Numbers]) -> list[str]:
             value, digits = get(numbers[best]), 2 if "MAT" in name else 3
             seeds = get(numbers[best]).seeds
             items.append(
-                f"Highest {name}, by value: {best.name}, {b.number(value.value, digits)} ({numbers[best].confidence:.0%} interval {b.bounds(value, digits)}, "
-                f"{seeds} seed{'s' if seeds > 1 else ''})."
+                f"Highest {name}, by value: {best.name}, {b.number(value.value, digits)} ({numbers[best].confidence:.0%} interval {b.bounds(cut(value, name), digits)}, "
+                f"{seeds} seed{'s' if seeds > 1 else ''}){_standing(scope, against, best.name, name, last)}."
             )
     return items
+
+
+def _standing(scope: Scope, against: compare.Table | str, best: str, name: str, last: int) -> str:
+    """How the best cell stands to the baseline in the number called `name`; "" where that difference is not taken."""
+    statistic = {"MAT": "mat", "joint MAT": "mat_joint", b.alpha_name(0): "alpha_0", b.alpha_name(last): "alpha_last"}.get(name)
+    if isinstance(against, str) or statistic is None:
+        return ""
+    row = next((row for row in against.rows if name_of(scope, row) == best), None)
+    if row is None or row is against.rows[against.baseline]:
+        return "" if row is None else ", the baseline itself"
+    if not row.differences or (statistic == "alpha_last" and row.common_steps != last + 1):
+        return "; no difference from the baseline is known"
+    difference, digits = row.differences[statistic], 2 if "MAT" in name else 3
+    found = difference.spread
+    seeds = "one seed alone, so it says nothing of other seeds" if found.seeds == 1 else f"{found.seeds} seeds"
+    excludes = "excludes" if difference.excludes else "does not exclude"
+    return f"; less the baseline {b.signed(found.value, digits)}, interval {b.bounds(found, digits)}, which {excludes} 0 ({seeds})"
 
 
 def _facts(sweep: Sweep) -> tuple[tuple[str, str], ...]:
@@ -154,8 +185,8 @@ def _table(scope: Scope, numbers: Mapping[Group, Numbers]) -> Table:
         n = numbers[g]
         trained = [_count(_trained(g, key), common[key]) for key in _ALIKE]
         size = b.millions(g.drafter.parameters if g.drafter else None)
-        alphas = b.padded([b.measured(s) for s in n.alpha], steps)
-        totals = (b.measured(n.mat, 2), b.measured(n.mat_joint, 2), b.measured(n.retention))
+        alphas = b.padded([b.measured(s, of="α") for s in n.alpha], steps)
+        totals = (b.measured(n.mat, 2, "MAT"), b.measured(n.mat_joint, 2, "MAT"), b.measured(n.retention, of="retention"))
         rows.append(Row((heading(g), replace(seeds, value=len(g.runs)), *alphas, *totals, size, *trained, b.counted(n.conversations)), style=g.style))
     head = ("cell", "seeds", *map(b.alpha_name, range(steps)), "MAT", "joint MAT", "retention", "parameters", "steps", "tokens", "conversations")
     return Table("Cells, held-out: mean over seeds above, interval below", head, tuple(rows))
@@ -178,7 +209,7 @@ def _trials(sweep: Sweep) -> Details:
             if e is None:
                 rows.append(Row((*start, *b.padded([], steps + 3))))
                 continue
-            alphas = b.padded([b.measured(r.interval) for r in e.alpha], steps)
-            rows.append(Row((*start, *alphas, b.measured(e.mat, 2), b.measured(e.mat_joint, 2), b.measured(e.retention))))
+            alphas = b.padded([b.measured(r.interval, of="α") for r in e.alpha], steps)
+            rows.append(Row((*start, *alphas, b.measured(e.mat, 2, "MAT"), b.measured(e.mat_joint, 2, "MAT"), b.measured(e.retention, of="retention"))))
     head = ("cell", "seed", *map(b.alpha_name, range(steps)), "MAT", "joint MAT", "retention")
     return Details(f"Every trial of sweep {sweep.name}", (Table("Trials: value above, interval over held-out conversations below", head, tuple(rows)),))

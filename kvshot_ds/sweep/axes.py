@@ -45,10 +45,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Cells:
-    """kept: in the order of the axes, the last one fastest. excluded: how many sweep.exclude takes out."""
+    """kept: in the order of the axes, the last one fastest. excluded: those that sweep.exclude takes out."""
 
     kept: tuple[Cell, ...]
-    excluded: int
+    excluded: tuple[Cell, ...]
 
 
 def cells(sweep: SweepConfig) -> Cells:
@@ -64,7 +64,7 @@ def cells(sweep: SweepConfig) -> Cells:
     if sweep.baseline is not None and len(found := select(kept, sweep.baseline, "sweep.baseline")) != 1:
         named = "; ".join(cell.name for cell in found[:4]) if found else f"values there are: {_values(kept)}"
         raise ConfigError(f"sweep.baseline: {sweep.baseline} means {len(found)} cells, expected one ({named})")
-    return Cells(tuple(kept), len(crossed) - len(kept))
+    return Cells(tuple(kept), tuple(cell for cell in crossed if cell not in kept))
 
 
 def select(among: Sequence[Cell], wanted: Mapping[str, Any], where: str) -> list[Cell]:

@@ -116,6 +116,12 @@ def sources(recipe: Recipe, among: tuple[Cell, ...]) -> dict[int, int]:
     return found
 
 
+def unlike(cell: Cell, source: Cell, start: str) -> dict[str, str]:
+    """Axis -> value of `source`, where it is not that of `cell`, whose warm start `start` takes it without naming the axis."""
+    words = _words(start)
+    return {axis: label for axis, label in source.labels.items() if not _names(words, axis, label) and cell.labels.get(axis) not in (label, start)}
+
+
 def starts_from(recipe: Recipe, cell: Cell) -> str:
     """train.init.warm_start of `cell` as it is written; "" without."""
     return str(cell.options.get(ALIASES["warm_start"], recipe.train.init.warm_start) or "")
@@ -126,30 +132,34 @@ def _named(recipe: Recipe, name: str) -> Recipe:
 
 
 def _cell_meant(among: tuple[Cell, ...], i: int, start: str) -> int:
-    """The cell that `start` of cell `i` means: that with the values named, and, where several have them, with this cell's own values besides."""
-    own, words = among[i].labels, [word.partition("=") for word in start.removeprefix(CELL).split()]
-
-    def named(axis: str, label: str) -> bool:
-        return any(value == label if sign else word == label for word, sign, value in words if not sign or word == axis)
+    """The cell that `start` of cell `i` means: that with the values named. On the other axes it has the values of cell `i`, or the one value there is."""
+    words = _words(start)
 
     def has(cell: Cell) -> bool:
         return all(cell.labels.get(word) == value if sign else word in cell.labels.values() for word, sign, value in words)
 
-    def alike(cell: Cell) -> bool:
-        return all(named(axis, label) or own.get(axis) in (label, start) for axis, label in cell.labels.items())
-
     # Where the warm starts are an axis, the source is a cell that has not this one.
     found = [j for j, cell in enumerate(among) if words and not cell.control and has(cell) and start not in cell.labels.values()]
-    if len(found) > 1:
-        found = [j for j in found if j != i]
-        found = [j for j in found if alike(among[j])] or found
-    if len(found) != 1:
-        several = (
-            f"means {len(found)} cells: {'; '.join(among[j].name for j in found[:4])}; name more of its values" if found else "means no cell of this sweep"
-        )
+    found = [j for j in found if j != i] or found
+    if not found:
         known = "; ".join(cell.name for cell in among[:6])
-        raise ConfigError(f"cell {among[i].name}: init.warm_start={start} {several}{'' if found else f'; cells: {known}'}")
-    return found[0]
+        raise ConfigError(f"cell {among[i].name}: init.warm_start={start} means no cell of this sweep; cells: {known}")
+    several = {axis for axis in among[i].labels if len({among[j].labels.get(axis) for j in found}) > 1}
+    alike = [j for j in found if not several & unlike(among[i], among[j], start).keys()]
+    if len(alike) != 1:
+        among_which = "; ".join(among[j].name for j in (alike or found)[:6])
+        what = f"means {len(alike)} cells" if alike else f"means one of {len(found)} cells, of which none has this cell's own {', '.join(sorted(several))}"
+        raise ConfigError(f"cell {among[i].name}: init.warm_start={start} {what}: {among_which}; name more of its values, with a space between: {CELL}A=1 B=2")
+    return alike[0]
+
+
+def _words(start: str) -> list[tuple[str, str, str]]:
+    """What stands behind `cell:`, as (axis, "=", value) or (value, "", "")."""
+    return [word.partition("=") for word in start.removeprefix(CELL).split()]
+
+
+def _names(words: list[tuple[str, str, str]], axis: str, label: str) -> bool:
+    return any(value == label if sign else word == label for word, sign, value in words if not sign or word == axis)
 
 
 def _source(recipe: Recipe, data: Data) -> str:

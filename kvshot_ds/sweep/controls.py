@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,29 +33,33 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Controls:
-    """cells: the controls as cells; proposals: the same, and those that cannot be made, in words."""
+    """cells: the controls as cells; proposals: the same, and those that cannot be made, in words. there: those that a cell is already, in words."""
 
     cells: tuple[Cell, ...]
     proposals: tuple[Proposal, ...]
+    there: tuple[str, ...]
 
 
 def controls(recipe: Recipe, among: tuple[Cell, ...], g: Geometry) -> Controls:
     """Of each cell that is warm-started, those that no cell is yet: `scratch`, the same without its warm start, and `continued`, the drafter it starts
-    from trained on for as many steps on the same data."""
+    from trained on for as many steps on the same data. One that several cells share is made once, as the control of them all."""
     source = sources(recipe, among)
-    seen = {_training(recipe, cell, source.get(i), g) for i, cell in enumerate(among)}
-    cells, proposals = [], []
+    own = {_training(recipe, cell, source.get(i), g): cell.name for i, cell in reversed(list(enumerate(among)))}
+    made_of: dict[str, tuple[Cell, str, str, list[str]]] = {}
+    impossible, there = [], []
     for i, cell in enumerate(among):
         for control, reason, made in _of(recipe, among, i, source.get(i)):
             if isinstance(made, str):
-                proposals.append(Proposal(cell.name, control, f"{reason}; but {made}", ()))
+                impossible.append(Proposal(cell.name, control, f"{reason}; but {made}", ()))
                 continue
             training = _training(recipe, made, source.get(i) if control == "continued" else None, g)
-            if training not in seen:
-                seen.add(training)
-                cells.append(made)
-                proposals.append(Proposal(cell.name, control, reason, _ADD))
-    return Controls(tuple(cells), tuple(proposals))
+            if training in own:
+                there.append(f"{control} for {cell.name} is the cell {own[training]}")
+            else:
+                made_of.setdefault(training, (made, control, reason, []))[3].append(cell.name)
+    cells = tuple(replace(made, control=f"{kind} of {'; '.join(names)}") for made, kind, _, names in made_of.values())
+    proposals = [Proposal("; ".join(names), kind, reason, _ADD) for _, kind, reason, names in made_of.values()]
+    return Controls(cells, (*proposals, *impossible), tuple(there))
 
 
 def _of(recipe: Recipe, among: tuple[Cell, ...], i: int, source: int | None) -> Iterator[tuple[str, str, Cell | str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvshot_ds.config import ALIASES, Recipe
 from kvshot_ds.sweep.axes import Cell, text
-from kvshot_ds.sweep.contents import Data, resolved, starts_from
+from kvshot_ds.sweep.contents import CELL, Data, resolved, sources, starts_from, unlike
 
 _SHOWN = 3  # cells named for a value
 
@@ -39,6 +39,11 @@ def unequal(recipe: Recipe, among: tuple[Cell, ...], data: Data) -> tuple[str, .
     lines = [f"{what} differ: {_spread(values)}" for what, values in facts.items() if len(values) > 1]
     if len(passes) > 1:
         lines.append(f"passes over the data differ: {_spread(passes)}")
+    for i, j in sources(recipe, among).items():
+        start = starts_from(recipe, among[i])
+        other = [f"{axis}={among[i].labels.get(axis)}" for axis in unlike(among[i], among[j], start)]
+        if other and not among[i].control:
+            lines.append(f"{among[i].name} starts from {among[j].name}, as no {start.removeprefix(CELL)} has {' '.join(other)}")
     if warm := [cell.name for cell in among if starts_from(recipe, cell)]:
         lines.append(f"training before the warm start is not counted in steps and tokens: {_named(warm)}")
     return tuple(lines)

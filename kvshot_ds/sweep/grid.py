@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,14 +28,15 @@ _SHOWN = 5  # errors shown at once
 
 @dataclass(frozen=True)
 class Grid:
-    """trials: in the order in which they are trained. excluded: cells left out. merged: cells that are the same training as another one.
-    proposals: controls that are missing. unequal: what makes the comparison unequal. baseline: name of the cell the others are compared with.
+    """trials: in the order in which they are trained. excluded: names of the cells left out. merged: cells that are the same training as another one.
+    proposals: controls that are missing. there: why others are not. unequal: what makes the comparison unequal. baseline: name of the cell the others are compared with.
     steps: optimizer steps of each trial, by name; empty if the conversations are not known yet."""
 
     trials: tuple[Trial, ...]
-    excluded: int
+    excluded: tuple[str, ...]
     merged: tuple[str, ...]
     proposals: tuple[Proposal, ...]
+    there: tuple[str, ...]
     unequal: tuple[str, ...]
     baseline: str
     steps: dict[str, int]
@@ -51,11 +54,14 @@ def expand(recipe: Recipe, data: Data | None = None) -> Grid:
     _check(recipe, found.kept, data)
     among = _equal_steps(recipe, found.kept, data) if recipe.sweep.match == "steps" else found.kept
     proposals: tuple[Proposal, ...] = ()
+    there: tuple[str, ...] = ()
     if recipe.sweep.controls != "off":
         more = controls(recipe, among, data.manifest.geometry)
-        proposals = more.proposals
+        proposals, there = more.proposals, more.there
         if recipe.sweep.controls == "add":
             _check(recipe, more.cells, data)
+            if not any(starts_from(recipe, cell) for cell in among):
+                there = ("sweep.controls=add adds nothing: controls are of warm-started cells, and no cell has train.init.warm_start",)
             among, proposals = (*among, *more.cells), tuple(p for p in proposals if not p.lines)
     merged: dict[str, None] = {}
     seeds = [_trials(recipe, among, data, seed, merged) for seed in recipe.sweep.seeds]
@@ -63,19 +69,22 @@ def expand(recipe: Recipe, data: Data | None = None) -> Grid:
     lengths = {trial.name: data.length(trial_recipe(recipe, trial)) for trial in trials}
     first = select(among, recipe.sweep.baseline, "sweep.baseline")[0] if recipe.sweep.baseline is not None else among[0]
     return Grid(
-        trials, found.excluded, tuple(merged), proposals, unequal(recipe, among, data), seeds[0][among.index(first)].cell,
+        trials, tuple(cell.name for cell in found.excluded), tuple(merged), proposals, there, unequal(recipe, among, data), seeds[0][among.index(first)].cell,
         {name: length.steps for name, length in lengths.items() if length},
     )  # fmt: skip
 
 
 def _check(recipe: Recipe, among: tuple[Cell, ...], data: Data) -> None:
     """Raises ConfigError, naming each cell, for all that a trial would only find out when it starts."""
-    wrong = []
+    wrong, impossible = [], []
     for cell in among:
+        labels = ", ".join(f"{name}: {written(label)}" for name, label in cell.labels.items())
+        leave = f"\n    to leave it out: sweep.exclude: [{{{labels}}}]" if labels and not cell.control else ""
         try:
             one = resolved(recipe, cell.options, recipe.sweep.seeds[0], cell.name)
         except ConfigError as error:
-            wrong.append(f"{error}\n    to leave it out: sweep.exclude: [{{{', '.join(f'{name}: {written(label)}' for name, label in cell.labels.items())}}}]")
+            wrong.append(f"{error}{leave}")
+            impossible.append(cell)
             continue
         try:
             t = one.train
@@ -87,10 +96,44 @@ def _check(recipe: Recipe, among: tuple[Cell, ...], data: Data) -> None:
             if start and not start.startswith(CELL) and data.digest:
                 drafter_sha(find_drafter(Path(start)))
         except KvshotError as error:
-            wrong.append(f"cell {cell.name}: {error}")
+            wrong.append(f"cell {cell.name}: {error}{leave}")
     if wrong:
         more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        raise ConfigError(f"sweep: {len(wrong)} of {len(among)} cells cannot be trained\n  " + "\n  ".join(wrong[:_SHOWN]) + more)
+        raise ConfigError(
+            f"sweep: {len(wrong)} of {len(among)} cells cannot be trained\n  " + "\n  ".join(wrong[:_SHOWN]) + more + _as_variants(among, impossible)
+        )
+
+
+def _as_variants(among: Sequence[Cell], impossible: Sequence[Cell]) -> str:
+    """How to write cells of which a value would lose all, such as a family without a gate crossed with gates: as one axis of named variants."""
+    possible = [cell for cell in among if cell not in impossible]
+    kept = {item for cell in possible for item in cell.labels.items()}
+    lost = dict.fromkeys(item for cell in impossible for item in cell.labels.items() if item not in kept)
+    if not lost or not possible:
+        return ""
+    variants: dict[str, list[str]] = {}
+    for axis, label in lost:
+        options = [_options(cell) for cell in impossible if cell.labels.get(axis) == label]
+        own = ALIASES.get(axis, axis)
+        variants.setdefault(
+            label, [text for option, text in options[0].items() if option == own or (own not in options[0] and all(option in o for o in options))]
+        )
+    for cell in possible:
+        found = _options(cell)
+        variants.setdefault("_".join(str(cell.options[option]) for option in found), list(found.values()))
+    written_out = ", ".join(f"{re.sub(r'[^\w.-]+', '_', name)}: {{{', '.join(options)}}}" for name, options in variants.items())
+    return (
+        f"\n  leaving these out leaves no cell with {' or '.join('='.join(item) for item in lost)}. Options that only some drafters have are written as the "
+        f"variants of one axis, in place of those axes (docs/sweeps.md, Options that not every family has):\n    - drafter: {{{written_out}}}"
+    )
+
+
+def _options(cell: Cell) -> dict[str, str]:
+    """What `cell` sets, as it is written, by option: without the axes that are not of the drafter and can stay axes."""
+    short = {option: name for name, option in ALIASES.items()}
+    stay = {ALIASES.get(axis, axis) for axis in cell.labels if not ALIASES.get(axis, axis).startswith("train.drafter.")}
+    values = {option: value for option, value in cell.options.items() if option not in stay}
+    return {o: f"{short.get(o, o)}: {written(v) if isinstance(v, str) else json.dumps(v, default=str)}" for o, v in values.items()}
 
 
 def _equal_steps(recipe: Recipe, among: tuple[Cell, ...], data: Data) -> tuple[Cell, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -41,12 +42,22 @@ def row(folder: SweepFolder, trial: Trial, state: TrialState) -> dict[str, Any]:
 
     train: as it went, over all its starts, whichever sweep made them; flops: as cost.py counts them. cost.seconds: by part, of all that this trial took;
     device_hours: those seconds times its ranks. feature_bytes: tensors of the train split read from storage, as often as they were passed over.
-    drafter.flops at a context of `context` tokens, the mean of the conversations trained on. Raises KvshotError if a file of a complete trial is damaged.
+    drafter.flops at a context of `context` tokens, the mean of the conversations trained on. Raises KvshotError if a file of a complete trial is damaged;
+    another trial may have failed of just that, and its row goes without what the files would say.
     """
-    run = folder.run_dir(trial)
+    try:
+        return _row(folder, trial, state, folder.run_dir(trial))
+    except KvshotError:
+        if state.state == "complete":
+            raise
+        return _row(folder, trial, state, Path(os.devnull))
+
+
+def _row(folder: SweepFolder, trial: Trial, state: TrialState, run: Path) -> dict[str, Any]:
+    """run: folder of the files."""
     done, measured = _object(run / "train.json"), _object(run / "eval.json")
     made, diagnosed = _object(run / "provenance.json"), _object(run / "diagnostics.json")
-    recipe = _recipe(folder, trial)
+    recipe = _recipe(folder, trial, run / "recipe.yaml")
     plan, data = _plan(recipe)
     seconds = _seconds(state, done, measured, diagnosed)
     with _writes(run, "train.json"):
@@ -177,9 +188,8 @@ def _object(path: Path) -> dict[str, Any]:
     return read_object(path) if path.is_file() else {}
 
 
-def _recipe(folder: SweepFolder, trial: Trial) -> Recipe | None:
+def _recipe(folder: SweepFolder, trial: Trial, own: Path) -> Recipe | None:
     """As the trial was trained; where it did not come so far, as it was to be; None if its options do not fit together."""
-    own = folder.run_dir(trial) / "recipe.yaml"
     if own.is_file():
         return load_recipe(own)
     try:

@@ -18,10 +18,10 @@ from tqdm import tqdm
 
 from kvshot_ds.config import Recipe
 from kvshot_ds.diagnostics.run import diagnosed
-from kvshot_ds.errors import ConfigError, Preempted
+from kvshot_ds.errors import ConfigError, KvshotError, Preempted
 from kvshot_ds.evaluation import evaluated
 from kvshot_ds.features.manifest import require
-from kvshot_ds.files import sole_writer
+from kvshot_ds.files import disk_full, sole_writer
 from kvshot_ds.sweep import results
 from kvshot_ds.sweep.claim import claim
 from kvshot_ds.sweep.estimate import train_memory
@@ -52,14 +52,19 @@ def run(recipe: Recipe) -> int:
     load_geometry(recipe.target.path, recipe.target.trust_remote_code)  # says what is wrong with the folder, if anything is
     require(data.manifest, data.manifest.spec, weights_digest(recipe.target.path))  # or every trial would fail of it
     folder = SweepFolder.of(recipe)
-    with sole_writer(folder.path, "sweep", _ENDING):
-        claim(folder, recipe, grid.trials)
-        _note(recipe.name, grid)
-        driver = _Driver(recipe, grid, folder)
-        if driver.open():
-            with session(recipe.ray, None, echo=False) as stop:
-                driver.work(stop)
-        return driver.close()
+    try:
+        with sole_writer(folder.path, "sweep", _ENDING):
+            claim(folder, recipe, grid.trials)
+            _note(recipe.name, grid)
+            driver = _Driver(recipe, grid, folder)
+            if driver.open():
+                with session(recipe.ray, None, echo=False) as stop:
+                    driver.work(stop)
+            return driver.close()
+    except OSError as error:
+        if full := disk_full(error, folder.path):
+            raise KvshotError(full) from None
+        raise
 
 
 def _note(name: str, grid: Grid) -> None:

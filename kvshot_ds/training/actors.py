@@ -17,6 +17,7 @@ from typing import Any
 
 from kvshot_ds.config import RayConfig, Recipe
 from kvshot_ds.errors import ConfigError, KvshotError, Preempted
+from kvshot_ds.probes import reachable
 from kvshot_ds.training.verdict import AGAIN
 
 _GRACE = 60.0  # seconds that the other ranks have to end by themselves once one has failed
@@ -81,13 +82,18 @@ class Stop:
 def session(config: RayConfig, cores: int | None, echo: bool) -> Iterator[Stop]:
     """The cluster of RAY_ADDRESS, or a Ray of this process's own with so many CPU cores (None: the machine's); and signals heard rather than died of.
 
-    echo: what the ranks print is printed here. Raises ConfigError if the machine can never hold the ranks of one training.
+    echo: what the ranks print is printed here. Raises ConfigError if nobody answers there, or the machine can never hold the ranks of one training.
     """
     import ray
 
-    address = os.environ.get("RAY_ADDRESS", "local")
+    address = os.environ.get("RAY_ADDRESS") or "local"
+    if not reachable(address):  # of which Ray would take minutes to say so
+        raise ConfigError(f"RAY_ADDRESS={address}: nobody answers there; start Ray on that head (ray start --head), or unset RAY_ADDRESS for a Ray of its own")
     local: dict[str, Any] = {"num_cpus": cores, "include_dashboard": False, "object_store_memory": 1 << 27} if address == "local" else {}
-    ray.init(address=address, logging_level="ERROR", log_to_driver=echo, **local)
+    try:
+        ray.init(address=address, logging_level="ERROR", log_to_driver=echo, **local)
+    except ValueError as error:
+        raise ConfigError(f"RAY_ADDRESS={address}: {error}; expected HOST:PORT, or unset it for a Ray of its own") from None
     stop, numbers = Stop(), (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     before = {number: signal.signal(number, stop.hear) for number in numbers}  # after ray.init, which sets one of its own
     try:

@@ -73,7 +73,7 @@ def test_parameters_flops_and_bytes_are_those_of_the_drafter_and_its_data(made: 
     row, recipe = rows("kv_only", 0), made.recipe()
     shards = ShardSet.open(recipe.shards_dir, "train")
     sizes = [(s.tokens, s.rows) for s in shards.samples]
-    config = results._recipe(made, next(t for t in made.trials() if t.name == row["name"])).train.drafter
+    config = results._recipe(made, next(t for t in made.trials() if t.name == row["name"]), Path("none")).train.drafter
     known = cost(config, GEOMETRY, 40)
     assert row["drafter"]["parameters"] == known.trainable
     epoch = step_flops(known, 4, [tokens for tokens, _ in sizes], [rows for _, rows in sizes])
@@ -217,6 +217,8 @@ def test_a_damaged_file_of_a_trial_is_named(tmp_path: Path):
         (folder.run_dir(trial) / name).write_text(text)
         with pytest.raises(KvshotError, match=rf"{trial.name}/{name}: not what this version writes .*delete it and run the sweep again"):
             results.row(folder, trial, TrialState("complete"))
+        failed = results.row(folder, trial, TrialState("failed", reason="just that"))  # the sweep goes on without it
+        assert failed["reason"] == "just that" and failed["heldout"] is None and failed["options"] and failed["drafter"]["parameters"]
     (folder.run_dir(trial) / "train.json").unlink()
     (folder.run_dir(trial) / "eval.json").write_text("{")
     with pytest.raises(KvshotError, match=r"eval.json: not readable as JSON"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -164,6 +166,26 @@ def test_a_trial_that_never_fits_is_refused_at_once(make: Make, tmp_path: Path, 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ConfigError, match=r"ray\.cpus_per_rank=1000 need 2000 CPUs, this machine has"):
         run.run(make(tmp_path, "large", {"hid": HID}, {}, {"ranks": 2, "cpus_per_rank": 1000}))
+
+
+def test_a_cluster_that_is_not_there_is_said_at_once(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # nobody listens
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{unused.getsockname()[1]}")
+        with pytest.raises(ConfigError, match=r"RAY_ADDRESS=127\.0\.0\.1:\d+: nobody answers there; start Ray"):
+            run.run(make(tmp_path, "nowhere", {"hid": HID}, {}))
+    monkeypatch.setenv("RAY_ADDRESS", "nonsense")
+    with pytest.raises(ConfigError, match="RAY_ADDRESS=nonsense: .*expected HOST:PORT"):
+        run.run(make(tmp_path, "nowhere", {"hid": HID}, {}))
+
+
+def test_a_full_disk_is_called_so(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "state.json")
+
+    monkeypatch.setattr(run, "claim", full)
+    with pytest.raises(KvshotError, match=r"sweeps/full: no space left .*make room there and run the command again"):
+        run.run(make(tmp_path, "full", {"hid": HID}, {}))
 
 
 def test_another_target_is_refused_before_any_trial_could_fail_of_it(make: Make, tiny_target: Path, tmp_path: Path) -> None:

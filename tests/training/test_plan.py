@@ -38,11 +38,11 @@ def test_flops_are_those_of_a_real_objective(name: str, monkeypatch: pytest.Monk
     batch = toys.batch(G, [[0] * (n - a) + [1] * a for n, a in zip(lengths, answers, strict=True)])
     rows, pairs, attend = plan_rows(batch, steps), [], layer_module.merged_attention
 
-    def watched(q: torch.Tensor, prefix: Any, own: Any, spans: Any, scale: float) -> torch.Tensor:
+    def watched(q: torch.Tensor, prefix: Any, own: Any, spans: Any, scale: float, hidden: Any) -> torch.Tensor:
         n, b, heads, width = q.shape
         seen = sum(span.anchor + i - span.start + 1 for span in spans for i in range(span.count)) if prefix is not None else 0
         pairs.append(b * (seen + n * len(own)) * heads * width)
-        return attend(q, prefix, own, spans, scale)
+        return attend(q, prefix, own, spans, scale, hidden)
 
     monkeypatch.setattr(layer_module, "merged_attention", watched)
     with FlopCounterMode(display=False) as counter:
