@@ -98,7 +98,11 @@ def _stage(name: str, module: str, text: str) -> click.Command:
     if name == "train":
         command.params.append(click.Option(["--ray", "on_ray"], is_flag=True, help="let Ray place ray.ranks ranks (kvshot config options ray)"))
     if name == "report":
-        command.params.append(click.Option(["--out"], type=click.Path(path_type=Path), help="folder of the report; default: work/report, or beside the sweep"))
+        command.params.append(
+            click.Option(
+                ["--out"], type=click.Path(path_type=Path), help="folder of the report; default: WORK/report, of one sweep alone WORK/sweeps/NAME/report"
+            )
+        )
     return command
 
 
@@ -277,7 +281,10 @@ def _sweep_status(folder: Path, follow: bool, as_json: bool) -> None:
 @sweep.command("table")
 @click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--format", "form", type=click.Choice(["text", "markdown", "csv", "latex"]), default="text", show_default=True)
-@click.option("--baseline", help="the cell to compare with, as axis=value [axis=value ...]; default: the recipe's sweep.baseline, or the first cell")
+@click.option(
+    "--baseline",
+    help="the cell to compare with, as axis=value [axis=value ...], a control with control=continued; default: the recipe's sweep.baseline, or the first cell",
+)
 @click.option("--early", is_flag=True, help="instead, how far the rank of the trials at each look during training agrees with their last rank")
 def _sweep_table(folders: tuple[Path, ...], form: Literal["text", "markdown", "csv", "latex"], baseline: str | None, early: bool) -> None:
     """Compare the cells of the sweeps in FOLDERS: means over seeds with intervals, and differences from the baseline, paired by seed and conversation."""

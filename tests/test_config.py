@@ -68,6 +68,11 @@ def test_missing_file_and_missing_base(tmp_path: Path) -> None:
     assert "no such recipe (extended by" in complaint(tmp_path, "extends: absent.yaml\n")
 
 
+def test_a_folder_in_place_of_a_recipe(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"{tmp_path} is a folder, expected a recipe; a run folder's recipe is {tmp_path}/recipe\.yaml"):
+        load_recipe(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -112,7 +112,8 @@ def test_ds_configs_of_ones_own(tmp_path: Path) -> None:
 def test_shell_scripts_parse_and_can_be_run(path: Path) -> None:
     bash = shutil.which("bash")
     assert bash and subprocess.run([bash, "-n", path], capture_output=True, text=True).stderr == ""
-    assert path.stat().st_mode & 0o111 and "set -euo pipefail" in path.read_text()
+    if path.name != "ray.sh":  # which the batch scripts source
+        assert path.stat().st_mode & 0o111 and "set -euo pipefail" in path.read_text()
 
 
 def test_demo_runs_what_exists_and_refuses_other_targets() -> None:

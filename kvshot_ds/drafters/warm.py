@@ -80,6 +80,14 @@ class WarmReport:
         }
 
 
+def source_digest(source: Path) -> str:
+    """WarmReport.digest of a warm start from `source`, a run or drafter folder; "" if no drafter is there."""
+    try:
+        return file_sha256(find_drafter(source) / "model.safetensors")
+    except KvshotError:
+        return ""
+
+
 @torch.no_grad()
 def warm_start(drafter: Drafter, source: Path, patterns: tuple[str, ...], target_digest: str) -> WarmReport:
     """Replaces `drafter`'s tensors by those of the drafter in `source` (a run or drafter folder) that have their name and shape

@@ -78,7 +78,8 @@ def _main_table(measured: list[tuple[Run, Evaluation]]) -> Table:
         size = replace(b.millions(e.drafter.parameters), sub="target's head, frozen" if e.drafter.blockwise else "with its own head")
         words = (Cell(run.name, run.label), start, size)
         alphas = b.padded([b.measured(r.interval, of="α") for r in e.alpha], steps)
-        rows.append(Row((*words, *alphas, b.measured(e.mat, 2, "MAT"), b.measured(e.mat_joint, 2, "MAT"), b.measured(e.retention, of="retention")), style=run.style))
+        totals = (b.measured(e.mat, 2, "MAT"), b.measured(e.mat_joint, 2, "MAT"), b.measured(e.retention, of="retention"))
+        rows.append(Row((*words, *alphas, *totals), style=run.style))
     bigram = next(((e.bigram, e.bigram_tokens) for _, e in measured if e.bigram), None)
     if bigram:
         tokens = f"counted on {b.integer(bigram[1])} training tokens" if bigram[1] is not None else ""

@@ -10,7 +10,7 @@ from typing import Literal
 
 from kvshot_ds.metrics import Interval
 from kvshot_ds.report.bounds import cut
-from kvshot_ds.report.figures import Chart, Dots
+from kvshot_ds.report.figures import Chart, Dots, short
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,8 @@ def integer(value: float | None) -> str:
 
 
 def millions(value: float | None) -> Cell:
-    """A parameter count."""
-    return Cell("–" if value is None else f"{value / 1e6:.1f} M" if value >= 1e5 else integer(value), value=value)
+    """A parameter count, written short."""
+    return Cell("–" if value is None else short(value), value=value)
 
 
 def signed(value: float | None, digits: int = 3) -> str:

@@ -73,8 +73,15 @@ def _place(run: Run) -> tuple[str, ...]:
     return (str(run.recipe.shards_dir), str(run.recipe.target.path)) if run.recipe else (run.name,)
 
 
+def page_styles(groups: Sequence[Group]) -> dict[Group, int]:
+    """The style that each cell has everywhere on the page; new ones where cells of several sweeps stand in one figure and share one."""
+    if len({group.style for group in groups}) == len(groups):
+        return {group: group.style for group in groups}
+    return fresh_styles(groups)
+
+
 def fresh_styles(groups: Sequence[Group]) -> dict[Group, int]:
-    """A style for each where cells of several sweeps stand in one figure: by family, or, if they are all of one family, one after the other."""
+    """A style for each: by family, or, if they are all of one family, one after the other."""
     drafters = [group.drafter for group in groups]
     several = len({d.family for d in drafters if d}) > 1
     return dict(zip(groups, styles(drafters) if several else range(len(groups)), strict=True))

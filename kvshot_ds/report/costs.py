@@ -13,15 +13,33 @@ from kvshot_ds.report.figures import short
 from kvshot_ds.report.gather import Run
 
 _TEXT = (
-    "Tokens and supervised rows count every pass. FLOPs are those of matrix products and attention, from shapes (kvshot describe); a multiply-add is two. "
-    "Device hours: ranks times the time of all that was done, from start to diagnostics, where a sweep counted it; otherwise of training. Means over seeds; "
-    "where seeds differ by more than a hundredth, the lowest and the highest stand below."
+    "Tokens and supervised rows count every pass. FLOPs are those of matrix products and attention, from shapes (kvshot drafter describe); a multiply-add is "
+    "two. Device hours: ranks times the time of all that was done, from start to diagnostics, where a sweep counted it; otherwise of training. Features: bytes "
+    "of tensors read from the captured features, as often as training passed over them. Checkpoints kept: bytes of the checkpoints that still lie in the run "
+    "folders. Means over seeds; where seeds differ by more than a hundredth, the lowest and the highest stand below."
 )
 
 
 def cost_blocks(all_scopes: tuple[Scope, ...]) -> list[Block]:
-    tables = [_table(scope) for scope in all_scopes if any(run.train for g in scope.groups for run in g.runs)]
+    tables = [table for scope in all_scopes if any(run.train for g in scope.groups for run in g.runs) for table in (_table(scope), *_totals(scope))]
     return [Text(_TEXT), *tables] if tables else []
+
+
+def _totals(scope: Scope) -> list[Block]:
+    """Device hours of all trials of a sweep by part, those of unfinished trials too, and their sum; [] where no row counts them."""
+    rows = [t.row for t in scope.sweep.trials] if scope.sweep else []
+    parts: dict[str, float] = {}
+    for row in rows:
+        seconds, hours = (row.get("cost") or {}).get("seconds") or {}, _at(row, "cost", "device_hours")
+        if hours is not None and (whole := sum(seconds.values())):
+            for part, value in seconds.items():
+                parts[part] = parts.get(part, 0.0) + hours * value / whole
+    if not parts:
+        return []
+    counted = [*parts.items(), ("total", sum(parts.values()))]
+    made = [Row((Cell(part), _cell([hours], _hours_text)), "ours" if part == "total" else "") for part, hours in counted]
+    assert scope.sweep
+    return [Table(f"Device hours of all trials of sweep {scope.sweep.name}, by part", ("part", "device hours"), tuple(made), ident="device-hours")]
 
 
 def _table(scope: Scope) -> Table:
@@ -40,7 +58,7 @@ def _table(scope: Scope) -> Table:
             _cell(each(lambda run, row: _at(row, "train", "flops")), _short),
             _cell(each(lambda run, row: _at(row, "drafter", "flops", "draft_per_step")), _short),
             _cell(each(_trained("seconds")), b.duration),
-            _cell(each(lambda run, row: _hours(run, row)), lambda v: b.number(v, 2 if v and v >= 0.1 else 4)),
+            _cell(each(lambda run, row: _hours(run, row)), _hours_text),
             _cell(each(lambda run, row: _at(row, "cost", "feature_bytes")), size),
             _cell(each(lambda run, _: run.checkpoint_bytes), size),
         ), style=g.style))  # fmt: skip
@@ -70,6 +88,10 @@ def _hours(run: Run, row: Mapping[str, Any]) -> float | None:
     if counted is not None:
         return counted
     return train["world_size"] * train["seconds"] / 3600 if train.get("world_size") and train.get("seconds") is not None else None
+
+
+def _hours_text(value: float | None) -> str:
+    return b.number(value, 2 if value and value >= 0.1 else 4)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 
 from kvshot_ds.report import blocks as b
-from kvshot_ds.report.blocks import Block
+from kvshot_ds.report.blocks import Block, Text
 from kvshot_ds.report.bycell import RANGE, Measure, Plot, Points, Scope, curve, over, plotted
 from kvshot_ds.report.cells import Group
 from kvshot_ds.report.gather import Run
+from kvshot_ds.sweep.early import LOOKS
 
 _STEP = "optimizer step"
+_LOOKS = "looks are taken during training only, and a finished run is not trained again: set train.eval_every for a run of another name"
 # Groups of parameters as the page writes them, in its order (training/gradients.GROUPS).
 GROUP_WORDS = {
     "fusion": "fusion of hidden states",
@@ -58,11 +60,25 @@ def course_blocks(all_scopes: tuple[Scope, ...]) -> list[Block]:
         if not any(run.scalars for run in runs):
             blocks.append(b.missing(f"training curves{_of(scope)}: no TensorBoard events were found", stage, folder))
         if not any(run.looks for run in runs):
-            said = b.missing(f"held-out acceptance in the course of training{_of(scope)}, which is taken only while training", stage, folder)
-            blocks.append(replace(said, command=f"{said.command} train.eval_every=100"))
+            blocks.append(_no_looks(scope, runs))
         for plot in (_trend(runs), *_logged(runs), *_looked(runs)):
             blocks += plotted(plot, scope) if plot.measures else []
     return blocks
+
+
+def _no_looks(scope: Scope, runs: list[Run]) -> Text:
+    """That there were no looks, and how to train with some: anew, as what is finished is not trained again."""
+    steps = [run.train["steps"] for run in runs if run.train and run.train.get("steps")]
+    every = f"train.eval_every={max(1, min(steps, default=100) // 10)}"
+    if scope.sweep:
+        recipe, work = scope.sweep.recipe, scope.sweep.recipe.work
+        where = {"work": f"{work}-looks", "prepared": recipe.prepared_dir, "shards": recipe.shards_dir}
+        words = ["kvshot", "sweep", "run", str(scope.sweep.folder / "recipe.yaml"), *(f"{key}={value}" for key, value in where.items()), every]
+    elif runs:
+        words = ["kvshot", "train", str(runs[0].folder / "recipe.yaml"), f"name={runs[0].name}-looks", every]
+    else:
+        words = ["kvshot", "train", "RECIPE", every]
+    return Text(f"held-out acceptance in the course of training{_of(scope)}: {LOOKS if scope.sweep else _LOOKS}", "missing", shlex.join(words))
 
 
 def _of(scope: Scope) -> str:
@@ -106,9 +122,8 @@ def _logged(runs: list[Run]) -> Iterable[Plot]:
         ("grad_norm_relative", "The same over the norm of the group's weights: how much of itself a group is asked to move", "Gradient over weights by group"),
     ):
         found = [key for key in GROUP_WORDS if any(run.scalars.get(f"{name}/{key}") for run in runs)]
-        yield Plot(
-            name.replace("_", "-"), f"{what}, on a logarithmic axis.{band}", _STEP, _measures([(f"{name}/{key}", "norm", GROUP_WORDS[key]) for key in found]), plain=True, folded=words, log_y=True
-        )
+        measures = _measures([(f"{name}/{key}", "norm", GROUP_WORDS[key]) for key in found])
+        yield Plot(name.replace("_", "-"), f"{what}, on a logarithmic axis.{band}", _STEP, measures, plain=True, folded=words, log_y=True)
 
 
 def _looked(runs: list[Run]) -> Iterable[Plot]:

@@ -165,7 +165,8 @@ def _gradients(scope: Scope) -> list[Block]:
                 rows.append(Row((heading(g), Cell(GROUP_WORDS[keys[int(i)]]), b.millions(size.value if size else None), *cells), style=g.style))
         head = ("cell", "parameters of", "count", "share of the squares", "norm for a row", "norm / norm of weights", "rows that give it")
         caption = (
-            "Gradients at the end of training, by group of parameters: norm for each row over the norm of the weights, on a logarithmic axis. K and V projections: of the KV path."
+            "Gradients at the end of training, by group of parameters: norm for each row over the norm of the weights, on a logarithmic axis. K and V "
+            "projections: of the KV path."
         )
         blocks.append(
             Figure(

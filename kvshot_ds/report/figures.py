@@ -235,7 +235,7 @@ def _by_tens(axis: Any, limits: tuple[float, float]) -> None:
     """Ticks of a logarithmic axis: powers of ten, or round numbers where it spans less than two of them."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-    axis.set_major_locator(LogLocator(numticks=6) if limits[1] >= 100 * limits[0] > 0 else MaxNLocator(4))
+    axis.set_major_locator(LogLocator(numticks=6) if limits[1] >= 100 * limits[0] > 0 else MaxNLocator(6))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 

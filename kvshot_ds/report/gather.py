@@ -222,6 +222,7 @@ def gather(recipe: Recipe) -> Work:
 
 def gather_folders(folders: Sequence[Path]) -> tuple[Work, Recipe]:
     """What lies in folders of runs and of sweeps, and the recipe that it is shown by: the first sweep's, without one the first run's.
+    Its title is the sweeps' names and their target, if there are sweeps.
 
     Raises ConfigError if none of them has a recipe, KvshotError as `gather`.
     """
@@ -229,8 +230,12 @@ def gather_folders(folders: Sequence[Path]) -> tuple[Work, Recipe]:
     if first is None:
         raise ConfigError(f"{', '.join(map(str, folders))}: no folder of a run or of a sweep (no recipe.yaml), such as WORK/runs/NAME or WORK/sweeps/NAME")
     recipe = load_recipe(first / "recipe.yaml")
-    recipe = recipe.model_copy(update={"report": recipe.report.model_copy(update={"runs": tuple(folders)})})
-    return gather(recipe), recipe
+    work = gather(recipe.model_copy(update={"report": recipe.report.model_copy(update={"runs": tuple(folders)})}))
+    changed: dict[str, Any] = {"runs": tuple(folders)}
+    if work.sweeps:
+        target = next((t.run.evaluation.target for t in work.sweeps[0].trials if t.run and t.run.evaluation), recipe.target.path.name)
+        changed["title"] = f"Sweep{'s' if len(work.sweeps) > 1 else ''} {', '.join(sweep.name for sweep in work.sweeps)} on {target}"
+    return work, recipe.model_copy(update={"report": recipe.report.model_copy(update=changed)})
 
 
 def _below(folder: Path) -> list[Path]:

@@ -61,7 +61,7 @@ def _crosses(c: Crossing) -> str:
 
 
 def _series(f: Fit, level: float, band: bool) -> list[Series]:
-    """Points with intervals over seeds; the fit, solid where it was measured and dashed beyond. band: with the interval of the extrapolation."""
+    """Points with intervals over seeds; the fit, dashed beyond what was measured. band: with the interval of the extrapolation."""
     c = f.curve
     points = [of_values(values, level) for values in zip(*c.values, strict=True)]
     low, high = tuple(p.low for p in points), tuple(p.high for p in points)
@@ -69,7 +69,7 @@ def _series(f: Fit, level: float, band: bool) -> list[Series]:
     paint, ahead = c.style % COLOURS, _between(c.sizes[-1], AHEAD[-1] * c.sizes[-1])
     within = _between(c.sizes[0], c.sizes[-1])
     beyond = [f.at(x, level) for x in ahead]
-    fitted = Series(f"{c.name}: fit", paint, within, tuple(f.at(x, level).value for x in within), plain=True)
+    fitted = Series(f"{c.name}: fit", c.style, within, tuple(f.at(x, level).value for x in within), plain=True)
     lows, highs = (tuple(getattr(s, end) for s in beyond) if band else () for end in ("low", "high"))
     return [measured, fitted, Series(f"{c.name}: extrapolation", paint, ahead, tuple(s.value for s in beyond), lows, highs, dashed=True, plain=True)]
 
@@ -104,7 +104,8 @@ def _table(fits: Sequence[Fit], level: float) -> Table:
     for f in fits:
         c, power = f.curve, fit(f.curve, "power", level)
         ends = [_over(f.at(times * c.sizes[-1], level), c.metric) for times in AHEAD]
-        limit = _over(power.limit, c.metric) if power else Cell("–", f"fewer than {SATURATING} sizes" if len(c.sizes) < SATURATING else "the points do not tell one")
+        unknown = f"fewer than {SATURATING} sizes" if len(c.sizes) < SATURATING else "the points do not tell one"
+        limit = _over(power.limit, c.metric) if power else Cell("–", unknown)
         sizes = Cell(f"{short(c.sizes[0])} to {short(c.sizes[-1])}", f"{len(c.sizes)} sizes, {len(c.values)} seed(s)")
         rows.append(Row((Cell(c.name), Cell(c.metric), sizes, _over(f.slope, "difference", signed=True), b.shown(f.rms, 4), *ends, limit), style=c.style))
     head = ("cell", "metric", "tokens", "b: a doubling adds", "left over (rms)", *(f"at × {times}, extrapolated" for times in AHEAD), "limit c, extrapolated")

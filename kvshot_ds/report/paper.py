@@ -13,7 +13,7 @@ from typing import Any
 from scipy import stats
 
 from kvshot_ds.report.blocks import Block, Cell, Figure, LegendItem, Panel, Row, Table, Text, alpha_name, number, padded, shown, signed
-from kvshot_ds.report.cells import Group, fresh_styles, mean
+from kvshot_ds.report.cells import Group, mean, page_styles
 from kvshot_ds.report.choice import denser, random_gate
 from kvshot_ds.report.families import CROSS_ONLY, FAMILIES, NO_TARGET
 from kvshot_ds.report.figures import Chart, Series
@@ -110,7 +110,7 @@ def counterpart(group: Group, rows: tuple[PaperRow, ...]) -> PaperRow | None:
 
 def measured_cells(groups: Sequence[Group]) -> list[Ours]:
     """The cells that were evaluated."""
-    out, paint = [], fresh_styles(groups)
+    out, paint = [], page_styles(groups)
     for group in groups:
         if found := [run.evaluation for run in group.runs if run.evaluation and run.evaluation.alpha]:
             steps = min(len(e.alpha) for e in found)

@@ -121,7 +121,8 @@ def long_range(groups: Sequence[Group], options: EvalConfig) -> Prediction:
     ]
     found, confidence = by_reading(groups), each(options.confidence, 2)
     if found is None:
-        missing = ("retention, KV-only less hidden-only", "retention"), ("α₆, KV-only less hidden-only", "alpha")
+        end = alpha_name(min((len(run.evaluation.alpha) for g in groups for run in g.runs if run.evaluation), default=7) - 1)
+        missing = ("retention, KV-only less hidden-only", "retention"), (f"{end}, KV-only less hidden-only", "alpha")
         needs = tuple(Need(what, 1, MARGINS[kind], None, _READERS, paper) for (what, kind), paper in zip(missing, papers, strict=True))
     else:
         pair = Side(found.second, found.first)

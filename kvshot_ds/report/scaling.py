@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvshot_ds.files import read_json
 from kvshot_ds.metrics import Spread
 from kvshot_ds.report.bycell import label_words
-from kvshot_ds.report.cells import Group, fresh_styles, of_values
+from kvshot_ds.report.cells import Group, fresh_styles, of_values, page_styles
 from kvshot_ds.report.choice import alike
 from kvshot_ds.report.gather import Run
 
@@ -61,7 +61,7 @@ class Fit:
 
 def data_curves(groups: Sequence[Group]) -> list[list[Curve]]:
     """Of cells that differ in the size of their data alone, where there are at least two sizes: α₀, the last α and MAT."""
-    classes = []
+    classes, place = [], {group: at for at, group in enumerate(groups)}
     evaluated = [group for group in groups if any(run.evaluation for run in group.runs)]
     for found in (part for cells in alike(evaluated, _BY_SIZE) for part in _by_length(cells)):
         sized = {tokens: group for group in found if (tokens := data_tokens(group)) is not None}
@@ -69,7 +69,8 @@ def data_curves(groups: Sequence[Group]) -> list[list[Curve]]:
         seeds = sorted(set.intersection(*measured)) if measured else []
         if len(sized) > 1 and seeds:
             classes.append((sized, seeds))
-    paint = fresh_styles([sized[max(sized)] for sized, _ in classes])
+    classes.sort(key=lambda found: min(place[group] for group in found[0].values()))
+    paint = fresh_styles([sized[max(sized)] for sized, _ in classes])  # a curve is a line of several cells, coloured as against the axis of data
     out = []
     for sized, seeds in classes:
         sizes, largest = sorted(sized), sized[max(sized)]
@@ -107,7 +108,7 @@ def _common_name(groups: Sequence[Group]) -> str:
 
 def look_curves(groups: Sequence[Group]) -> list[list[Curve]]:
     """Of every cell that looked at the held-out split during training, over the tokens it had seen by then."""
-    out, paint = [], fresh_styles(groups)
+    out, paint = [], page_styles(groups)
     for group in groups:
         runs = [run for run in group.runs if run.looks and (run.train or {}).get("steps") and (run.train or {}).get("tokens")]
         steps = sorted(step for step in set.intersection(*(set(run.looks) for run in runs)) if step > 0) if runs else []

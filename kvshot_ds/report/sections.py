@@ -12,8 +12,8 @@ from kvshot_ds.report import blocks as b
 from kvshot_ds.report import verdicts
 from kvshot_ds.report.acceptance import INIT_HEAD, acceptance_blocks, comparison_blocks
 from kvshot_ds.report.against import axis_blocks
-from kvshot_ds.report.beside import beside_blocks
 from kvshot_ds.report.baseline import baseline_blocks, compared
+from kvshot_ds.report.beside import beside_blocks
 from kvshot_ds.report.blocks import Block, Bullets, Cell, Code, Details, Facts, Row, Section, Table, Text
 from kvshot_ds.report.bounds import SAID
 from kvshot_ds.report.bycell import Scope, scopes
@@ -77,7 +77,7 @@ def build_sections(work: Work, recipe: Recipe) -> list[Section]:
         Section("training", "Training", _training(work, everything)),
         Section("diagnostics", "Diagnostics", diagnosed_blocks(everything) or [b.missing("diagnostics", "diagnose")]),
         Section("verdicts", "The paper's predictions", verdicts.blocks(predictions(cells, recipe.eval))),
-        Section("scaling", "Growth with tokens", scaling_blocks(cells, recipe.eval)),
+        Section("scaling", "Growth with tokens", scaling_blocks(_ordered(cells, everything), recipe.eval)),
         Section("paper", "Beside the paper (Qwen3-8B, another target)", [*paper_blocks(cells, target), *beside_blocks(cells, target)]),
         Section("cost", "Cost", cost_blocks(everything) or [b.missing("what training cost", "train")]),
         Section("time", "Time", _time(work)),
@@ -90,6 +90,12 @@ def _cells(work: Work, everything: Sequence[Scope]) -> tuple[Group, ...]:
     """All runs by cell, each cell once, named and coloured as where it is first shown."""
     shown = {frozenset(run.folder for run in g.runs): g for scope in reversed(everything) for g in scope.groups}
     return tuple(shown.get(frozenset(run.folder for run in g.runs), g) for g in grouped(work.runs))
+
+
+def _ordered(cells: Sequence[Group], everything: Sequence[Scope]) -> list[Group]:
+    """The cells in the order in which the page first shows them."""
+    shown = [g for scope in everything for g in scope.groups]
+    return sorted(cells, key=lambda g: shown.index(g) if g in shown else len(shown))
 
 
 def _of(scope: Scope, numbers: Mapping[Group, Numbers]) -> dict[Group, Numbers]:

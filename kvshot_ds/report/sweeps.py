@@ -66,9 +66,9 @@ def summary(scope: Scope, numbers: Mapping[Group, Numbers], against: compare.Tab
         if known:
             best = max(known, key=lambda g: get(numbers[g]).value or 0.0)
             value, digits = get(numbers[best]), 2 if "MAT" in name else 3
-            seeds = get(numbers[best]).seeds
+            seeds, ends = value.seeds, b.bounds(cut(value, name), digits)
             items.append(
-                f"Highest {name}, by value: {best.name}, {b.number(value.value, digits)} ({numbers[best].confidence:.0%} interval {b.bounds(cut(value, name), digits)}, "
+                f"Highest {name}, by value: {best.name}, {b.number(value.value, digits)} ({numbers[best].confidence:.0%} interval {ends}, "
                 f"{seeds} seed{'s' if seeds > 1 else ''}){_standing(scope, against, best.name, name, last)}."
             )
     return items
@@ -84,11 +84,12 @@ def _standing(scope: Scope, against: compare.Table | str, best: str, name: str, 
         return "" if row is None else ", the baseline itself"
     if not row.differences or (statistic == "alpha_last" and row.common_steps != last + 1):
         return "; no difference from the baseline is known"
-    difference, digits = row.differences[statistic], 2 if "MAT" in name else 3
+    difference = row.differences[statistic]
     found = difference.spread
-    seeds = "one seed alone, so it says nothing of other seeds" if found.seeds == 1 else f"{found.seeds} seeds"
+    few = {1: "one seed alone, so it says nothing of other seeds", 2: "2 seeds, which make it wide"}
+    seeds = few.get(found.seeds, f"{found.seeds} seeds")
     excludes = "excludes" if difference.excludes else "does not exclude"
-    return f"; less the baseline {b.signed(found.value, digits)}, interval {b.bounds(found, digits)}, which {excludes} 0 ({seeds})"
+    return f"; less the baseline {b.signed(found.value)}, interval {b.bounds(found)}, which {excludes} 0 ({seeds})"
 
 
 def _facts(sweep: Sweep) -> tuple[tuple[str, str], ...]:

@@ -147,9 +147,10 @@ def _cell_meant(among: tuple[Cell, ...], i: int, start: str) -> int:
     several = {axis for axis in among[i].labels if len({among[j].labels.get(axis) for j in found}) > 1}
     alike = [j for j in found if not several & unlike(among[i], among[j], start).keys()]
     if len(alike) != 1:
-        among_which = "; ".join(among[j].name for j in (alike or found)[:6])
-        what = f"means {len(alike)} cells" if alike else f"means one of {len(found)} cells, of which none has this cell's own {', '.join(sorted(several))}"
-        raise ConfigError(f"cell {among[i].name}: init.warm_start={start} {what}: {among_which}; name more of its values, with a space between: {CELL}A=1 B=2")
+        own = " ".join(f"{axis}={label}" for axis, label in among[i].labels.items() if axis in several)
+        what = f"means {len(alike)} cells" if alike else f"means {len(found)} cells, of which none has this cell's own {own}"
+        known = "; ".join(among[j].name for j in (alike or found)[:6])
+        raise ConfigError(f"cell {among[i].name}: init.warm_start={start} {what}: {known}; name more of its values, with a space between: {CELL}A=1 B=2")
     return alike[0]
 
 

@@ -54,7 +54,7 @@ def controls(recipe: Recipe, among: tuple[Cell, ...], g: Geometry) -> Controls:
                 continue
             training = _training(recipe, made, source.get(i) if control == "continued" else None, g)
             if training in own:
-                there.append(f"{control} for {cell.name} is the cell {own[training]}")
+                there.append(f"{control} of {cell.name} is {'that cell itself' if own[training] == cell.name else f'the cell {own[training]}'}")
             else:
                 made_of.setdefault(training, (made, control, reason, []))[3].append(cell.name)
     cells = tuple(replace(made, control=f"{kind} of {'; '.join(names)}") for made, kind, _, names in made_of.values())

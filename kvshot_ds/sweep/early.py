@@ -16,6 +16,11 @@ from kvshot_ds.sweep.folder import SweepFolder
 from kvshot_ds.sweep.halving import rungs
 from kvshot_ds.training.heldout import measured
 
+LOOKS = (
+    "looks are taken during training only, and finished trials are not trained again: before training, set train.eval_every to less than the steps, in a "
+    "sweep under another work folder or after deleting the folders of its trials"
+)
+
 
 @dataclass(frozen=True)
 class Look:
@@ -70,7 +75,7 @@ def early(folders: Sequence[Path]) -> Early:
         looks += _looks(folder, cells)
     if not looks:
         why = f"; left out: {'; '.join(left_out)}" if left_out else ""
-        raise ConfigError(f"{', '.join(map(str, folders))}: no complete trial has a held-out look before its last one; set train.eval_every, and train{why}")
+        raise ConfigError(f"{', '.join(map(str, folders))}: no complete trial has a held-out look before its last one; {LOOKS}{why}")
     return Early(" ".join(["kvshot sweep table --early", *map(str, folders)]), digest(*sorted(names)), metrics, reductions, tuple(looks), tuple(left_out))
 
 

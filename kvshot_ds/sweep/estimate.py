@@ -31,6 +31,7 @@ from kvshot_ds.training.schedule import chosen
 MFU = 0.3  # share of the peak that is reached, where nothing was measured
 _POINT = 8_000  # bytes of a TensorBoard point: about 80 values
 _MIB = 1 << 20
+_FEW = 6  # cells left out that are named
 _OTHERS = "Run folders depend on the data and will bear other names"
 
 
@@ -43,6 +44,11 @@ class Estimate:
     parameters: int
     plan: Plan | None
     state: str
+
+    @property
+    def whole(self) -> bool:
+        """Whether its steps are whole passes over the data, so that its tokens are counted and not reckoned from the mean."""
+        return self.plan is None or self.plan.schedule.steps % self.plan.schedule.steps_per_epoch == 0
 
     @property
     def tokens(self) -> float:
@@ -83,10 +89,10 @@ class Rates:
     def of(self, recipe: Recipe) -> Rate | None:
         """Of trials with this drafter, else of the other ones, else of the stated peak."""
         if own := self.found.get(recipe.train.drafter.model_dump_json()):
-            return Rate(sum(own) / len(own), "measured")
+            return Rate(sum(own) / len(own), "what trials of the same drafter have reached here")
         if rates := [rate for others in self.found.values() for rate in others]:
-            return Rate(sum(rates) / len(rates), "measured on other drafters")
-        return Rate(self.peak * 1e12 * MFU, f"{MFU:.0%} of {self.peak:g} TFLOP/s") if self.peak else None
+            return Rate(sum(rates) / len(rates), "what trials of other drafters have reached here")
+        return Rate(self.peak * 1e12 * MFU, f"{MFU:.0%} of the {self.peak:g} TFLOP/s of train.peak_tflops") if self.peak else None
 
 
 def dry_run(recipe: Recipe, shape: str | None = None, guess: Guess | None = None) -> list[str]:
@@ -159,24 +165,25 @@ def _table(found: Sequence[Estimate], grid: Grid) -> list[str]:
     head = ["cell", "seed", "drafter", "M parameters", "steps", "tokens", "FLOPs", "state", "run folder"]
     rows = []
     for e in found:
-        work = [f"{grid.steps[e.trial.name]:,}", f"{e.tokens:,.0f}", f"{e.plan.flops:,.3g}"] if e.plan else ["?"] * 3
+        work = [f"{grid.steps[e.trial.name]:,}", f"{'' if e.whole else 'about '}{e.tokens:,.0f}", f"{e.plan.flops:,.3g}"] if e.plan else ["?"] * 3
         rows.append([e.trial.cell, str(e.trial.seed), e.drafter, f"{e.parameters / 1e6:,.2f}", *work, e.state or "-", e.trial.name])
     return aligned([head, *rows])
 
 
 def _totals(recipe: Recipe, found: Sequence[Estimate], data: Data) -> list[str]:
     left = [e for e in found if e.state != "trained"]
-    lines = [f"{len(found) - len(left)} trials are trained already, {len(left)} are to be trained"]
+    done = len(found) - len(left)
+    lines = [f"{done} {'trial is' if done == 1 else 'trials are'} trained already, {len(left)} {'is' if len(left) == 1 else 'are'} to be trained"]
     plans = [e.plan for e in left if e.plan]
     # An account takes seconds, so only those are asked that can be the largest.
     likely = {id(p): p for p in (max(plans, key=lambda p: p.cost.trainable), max(plans, key=lambda p: p.flops))} if plans else {}
     most = max(likely.values(), key=lambda p: p.account.bytes, default=None)
     room, why = _at_once(recipe, most)
-    lines.append(why)
+    lines += [why, *_diagnostics(recipe, found)]
     if most is None:
         return lines
     tokens, flops = sum(e.tokens for e in left), sum(p.flops for p in plans)
-    lines.append(f"{tokens:,.0f} tokens, {flops:,.3g} FLOPs to be trained")
+    lines.append(f"{'' if all(e.whole for e in left) else 'about '}{tokens:,.0f} tokens, about {flops:,.3g} FLOPs to be trained")
     lines += [_hours(recipe, left, data, room), _disk(recipe, plans, len(left), room)]
     return [*lines, f"the trial that takes most memory: {_memory(most)}"]
 
@@ -192,8 +199,19 @@ def _hours(recipe: Recipe, left: Sequence[Estimate], data: Data, room: int) -> s
         hours += e.plan.flops / rate.flops / 3600
         sources.setdefault(rate.source)
     wall = hours / recipe.ray.ranks / max(1, min(room, len(left)))
-    text = f"{hours:,.3g} device-hours of training (rate: {', '.join(sources)})"
+    text = f"{hours:,.3g} device-hours of training, reckoned from {' and '.join(sources)}"
     return f"{text}; {wall:,.3g} hours with {min(room, len(left))} trials at once; measuring, starting and saving come on top"
+
+
+def _diagnostics(recipe: Recipe, found: Sequence[Estimate]) -> list[str]:
+    left = sum(not (e.recipe.run_dir / "diagnostics.json").is_file() for e in found)
+    if not recipe.sweep.diagnose or not left:
+        return []
+    many = f"{recipe.diagnose.conversations} held-out conversations" if recipe.diagnose.conversations else "all held-out conversations"
+    return [
+        f"sweep.diagnose=true looks at {many} with each drafter ({left} to do), which is not in the FLOPs and hours here: "
+        "it took us 2 to 3 minutes a drafter for 16 conversations of SmolLM2 on CPU (diagnose.conversations bounds it)"
+    ]
 
 
 def _disk(recipe: Recipe, plans: Sequence[Plan], trials: int, room: int) -> str:
@@ -244,15 +262,30 @@ def _at_once(recipe: Recipe, most: Plan | None) -> tuple[int, str]:
 
 
 def _remarks(grid: Grid) -> list[str]:
-    out = [f"\n{grid.excluded} cells are left out by sweep.exclude"] if grid.excluded else []
+    n, out = len(grid.excluded), []
+    if n:
+        names = f": {'; '.join(grid.excluded)}" if n <= _FEW else ""
+        out.append(f"\n{n} {'cell is' if n == 1 else 'cells are'} left out by sweep.exclude{names}")
     out += [f"\n{line}" for line in grid.merged]
+    out += _starts(grid)
     out += ["\nunequal beside what is compared:", *(f"  {line}" for line in grid.unequal)] if grid.unequal else []
     if grid.proposals:
         out += ["\nmatched controls that are missing:"]
         for p in grid.proposals:
             out.append(f"  {p.control} for {p.cell}: {p.reason}")
-        out += ["add them all with", *(f"  {line}" for line in next((p.lines for p in grid.proposals if p.lines), ()))]
+        if lines := next((p.lines for p in grid.proposals if p.lines), ()):
+            out += ["add them all with", *(f"  {line}" for line in lines)]
     return out
+
+
+def _starts(grid: Grid) -> list[str]:
+    """What each warm-started cell starts from, and which cells are the controls."""
+    cell = {trial.name: trial.cell for trial in grid.trials}
+    starts = {trial.cell: cell[trial.after] for trial in grid.trials if trial.after}
+    out = ["\nwarm starts, each from the trial of its own seed:", *(f"  {name} from {source}" for name, source in starts.items())] if starts else []
+    added = {trial.cell: trial.control for trial in grid.trials if trial.control}
+    controls = [*grid.there, *(f"{control} is the cell {name}" for name, control in added.items())]
+    return [*out, "\nmatched controls:", *(f"  {line}" for line in controls)] if controls else out
 
 
 def _memory(p: Plan) -> str:

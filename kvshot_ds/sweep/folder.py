@@ -93,7 +93,10 @@ class SweepFolder:
     def recipe(self) -> Recipe:
         """Of the sweep. Raises ConfigError if this is no folder of one."""
         self._must_be_one()
-        return load_recipe(self.path / "recipe.yaml")
+        path = self.path / "recipe.yaml"
+        if not path.is_file():
+            raise ConfigError(f"{path}: not there; delete trials.json beside it and run the same kvshot sweep run again: complete trials are kept")
+        return load_recipe(path)
 
     def trials(self) -> tuple[Trial, ...]:
         """Raises ConfigError if this is no folder of a sweep."""

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import ds_configs
 from kvshot_ds.config import ALIASES, Recipe
@@ -24,13 +25,14 @@ from kvshot_ds.sweep.folder import Trial, trials_dir
 __all__ = ["Data", "Grid", "Proposal", "address", "expand", "trial_recipe"]
 
 _SHOWN = 5  # errors shown at once
+_PLAIN = re.compile(r"[^\w.-]+")  # what the name of a variant is better without
 
 
 @dataclass(frozen=True)
 class Grid:
     """trials: in the order in which they are trained. excluded: names of the cells left out. merged: cells that are the same training as another one.
-    proposals: controls that are missing. there: why others are not. unequal: what makes the comparison unequal. baseline: name of the cell the others are compared with.
-    steps: optimizer steps of each trial, by name; empty if the conversations are not known yet."""
+    proposals: controls that are missing. there: why others are not. unequal: what makes the comparison unequal. baseline: name of the cell the others are
+    compared with. steps: optimizer steps of each trial, by name; empty if the conversations are not known yet."""
 
     trials: tuple[Trial, ...]
     excluded: tuple[str, ...]
@@ -60,8 +62,9 @@ def expand(recipe: Recipe, data: Data | None = None) -> Grid:
         proposals, there = more.proposals, more.there
         if recipe.sweep.controls == "add":
             _check(recipe, more.cells, data)
-            if not any(starts_from(recipe, cell) for cell in among):
-                there = ("sweep.controls=add adds nothing: controls are of warm-started cells, and no cell has train.init.warm_start",)
+            if not more.cells:
+                why = "as said here" if there or proposals else "as no cell is warm-started (train.init.warm_start)"
+                there = (f"sweep.controls=add adds nothing, {why}", *there)
             among, proposals = (*among, *more.cells), tuple(p for p in proposals if not p.lines)
     merged: dict[str, None] = {}
     seeds = [_trials(recipe, among, data, seed, merged) for seed in recipe.sweep.seeds]
@@ -100,40 +103,47 @@ def _check(recipe: Recipe, among: tuple[Cell, ...], data: Data) -> None:
     if wrong:
         more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise ConfigError(
-            f"sweep: {len(wrong)} of {len(among)} cells cannot be trained\n  " + "\n  ".join(wrong[:_SHOWN]) + more + _as_variants(among, impossible)
+            f"sweep: {len(wrong)} of {len(among)} cells cannot be trained\n  " + "\n  ".join(wrong[:_SHOWN]) + more + _as_variants(recipe, among, impossible)
         )
 
 
-def _as_variants(among: Sequence[Cell], impossible: Sequence[Cell]) -> str:
-    """How to write cells of which a value would lose all, such as a family without a gate crossed with gates: as one axis of named variants."""
+def _as_variants(recipe: Recipe, among: Sequence[Cell], impossible: Sequence[Cell]) -> str:
+    """How to write cells of which a value would lose all though it can be by itself, such as a family without a gate crossed with gates: as one axis of named
+    variants."""
     possible = [cell for cell in among if cell not in impossible]
     kept = {item for cell in possible for item in cell.labels.items()}
-    lost = dict.fromkeys(item for cell in impossible for item in cell.labels.items() if item not in kept)
+    variants: dict[str, dict[str, Any]] = {}
+    lost = []
+    for axis, label in dict.fromkeys(item for cell in impossible for item in cell.labels.items() if item not in kept):
+        of_drafter = [_of_drafter(cell) for cell in impossible if cell.labels.get(axis) == label]
+        own = ALIASES.get(axis, axis)
+        options = {o: v for o, v in of_drafter[0].items() if o == own or (own not in of_drafter[0] and all(o in others for others in of_drafter))}
+        try:
+            resolved(recipe, options, recipe.sweep.seeds[0], label)
+        except ConfigError:
+            continue
+        if options:
+            lost.append(f"{axis}={label}")
+            variants.setdefault(label, options)
     if not lost or not possible:
         return ""
-    variants: dict[str, list[str]] = {}
-    for axis, label in lost:
-        options = [_options(cell) for cell in impossible if cell.labels.get(axis) == label]
-        own = ALIASES.get(axis, axis)
-        variants.setdefault(
-            label, [text for option, text in options[0].items() if option == own or (own not in options[0] and all(option in o for o in options))]
-        )
     for cell in possible:
-        found = _options(cell)
-        variants.setdefault("_".join(str(cell.options[option]) for option in found), list(found.values()))
-    written_out = ", ".join(f"{re.sub(r'[^\w.-]+', '_', name)}: {{{', '.join(options)}}}" for name, options in variants.items())
+        variants.setdefault("_".join(map(str, _of_drafter(cell).values())), _of_drafter(cell))
+    short = {option: name for name, option in ALIASES.items()}
+    texts = {
+        name: ", ".join(f"{short.get(o, o)}: {written(v) if isinstance(v, str) else json.dumps(v)}" for o, v in of.items()) for name, of in variants.items()
+    }
     return (
-        f"\n  leaving these out leaves no cell with {' or '.join('='.join(item) for item in lost)}. Options that only some drafters have are written as the "
-        f"variants of one axis, in place of those axes (docs/sweeps.md, Options that not every family has):\n    - drafter: {{{written_out}}}"
+        f"\n  leaving these out leaves no cell with {' or '.join(lost)}. Options that only some drafters have are written as the variants of one axis, "
+        "in place of those axes (docs/sweeps.md, Options that not every family has):"
+        "\n    - drafter: {" + ", ".join(f"{_PLAIN.sub('_', name)}: {{{of}}}" for name, of in texts.items()) + "}"
     )
 
 
-def _options(cell: Cell) -> dict[str, str]:
-    """What `cell` sets, as it is written, by option: without the axes that are not of the drafter and can stay axes."""
-    short = {option: name for name, option in ALIASES.items()}
+def _of_drafter(cell: Cell) -> dict[str, Any]:
+    """The options that `cell` sets, without those axes that are not of the drafter and can stay axes."""
     stay = {ALIASES.get(axis, axis) for axis in cell.labels if not ALIASES.get(axis, axis).startswith("train.drafter.")}
-    values = {option: value for option, value in cell.options.items() if option not in stay}
-    return {o: f"{short.get(o, o)}: {written(v) if isinstance(v, str) else json.dumps(v, default=str)}" for o, v in values.items()}
+    return {option: value for option, value in cell.options.items() if option not in stay}
 
 
 def _equal_steps(recipe: Recipe, among: tuple[Cell, ...], data: Data) -> tuple[Cell, ...]:

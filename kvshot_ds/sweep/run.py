@@ -55,7 +55,7 @@ def run(recipe: Recipe) -> int:
     try:
         with sole_writer(folder.path, "sweep", _ENDING):
             claim(folder, recipe, grid.trials)
-            _note(recipe.name, grid)
+            _note(recipe, grid)
             driver = _Driver(recipe, grid, folder)
             if driver.open():
                 with session(recipe.ray, None, echo=False) as stop:
@@ -67,12 +67,12 @@ def run(recipe: Recipe) -> int:
         raise
 
 
-def _note(name: str, grid: Grid) -> None:
+def _note(recipe: Recipe, grid: Grid) -> None:
     """What the reader of the results should know."""
-    for line in (*grid.merged, *grid.unequal):
-        print(f"{name}: {line}")
+    for line in (*grid.merged, *grid.unequal, *(grid.there if recipe.sweep.controls == "add" else ())):
+        print(f"{recipe.name}: {line}")
     if missing := sorted({p.cell for p in grid.proposals}):
-        print(f"{name}: no matched control of {'; '.join(missing)}: kvshot sweep run --dry-run names them, sweep.controls=add trains them too", flush=True)
+        print(f"{recipe.name}: no matched control of {'; '.join(missing)}: kvshot sweep run --dry-run names them, sweep.controls=add trains them", flush=True)
 
 
 class _Driver:

@@ -104,9 +104,10 @@ def _origin(command: str, form: Form, swept: str) -> str:
 def _notes(table: Table) -> list[str]:
     """What a reader of the numbers must know."""
     rows, base = table.rows, table.rows[table.baseline]
-    level = f"{table.confidence:.0%}"
-    notes = [f"Mean over seeds ± half width of its {level} interval, for other seeds and other conversations (kvshot_ds/metrics.py, over_seeds)."]
-    if any(row.differences for row in rows):
+    measured, others = [row for row in rows if row.seeds], [row for row in rows if row.differences]
+    single, paired = [row for row in measured if len(row.seeds) == 1], [row for row in others if row.differences["mat"].spread.seeds == 1]
+    notes = [_intervals(f"{table.confidence:.0%}", bool(single), len(single) < len(measured))]
+    if others:
         notes.append("* the interval of the difference, paired by seed and conversation, excludes 0. No correction is made for the number of comparisons.")
     for row in rows:
         if row.missing:
@@ -115,17 +116,31 @@ def _notes(table: Table) -> list[str]:
             notes.append(f"{row.name}: no difference, as it has no seed in common with {base.name}")
         if row.differences and row.common_steps < max(row.steps, base.steps):
             notes.append(f"{row.name}: differences over the first {row.common_steps} draft steps, which both have")
-    if paired := [row.name for row in rows if row.differences and len(row.seeds) > row.differences["mat"].spread.seeds == 1]:
-        notes.append(f"Differences of one common seed alone, of which the same is to be said as of one seed: {', '.join(paired)}")
-    if single := [row.name for row in rows if len(row.seeds) == 1]:
-        notes.append(f"One seed alone, so the interval knows nothing of what another seed would give: {', '.join(single)}")
+    if paired:
+        notes.append(f"Differences of one common seed alone, so their intervals and * know nothing of other seeds: {_which(paired, others, 'all differences')}")
+    if single:
+        notes.append(f"One seed alone, so the interval knows nothing of what another seed would give: {_which(single, measured, 'all cells')}")
     for size in SIZES:
-        if unequal := [row.name for row in rows if size in row.unequal]:
-            notes.append(f"≠ other {size.replace('_', ' ')} than {base.name} with the same seed, so the comparison is not equal in them: {', '.join(unequal)}")
+        if unequal := [row for row in rows if size in row.unequal]:
+            which = _which(unequal, others, "all other cells")
+            notes.append(f"≠ other {size.replace('_', ' ')} than {base.name} with the same seed, so the comparison is not equal in them: {which}")
     notes += [f"† control: {row.control}" for row in rows if row.control]
-    if warm := [row.name for row in rows if row.warm]:
-        notes.append(f"Start from a trained drafter, whose training is not counted: {', '.join(warm)}")
+    if warm := [row for row in rows if row.warm]:
+        notes.append(f"Start from a trained drafter, whose training is not counted: {_which(warm, rows, 'all cells')}")
     return notes
+
+
+def _intervals(level: str, one: bool, several: bool) -> str:
+    """What the intervals are for. one, several: whether there are cells of one seed, and of more."""
+    if one and not several:
+        return f"Value of one seed ± half width of its {level} interval, for other conversations alone (kvshot_ds/metrics.py, over_seeds)."
+    said = f"Mean over seeds ± half width of its {level} interval, for other seeds and other conversations (kvshot_ds/metrics.py, over_seeds)"
+    return f"{said}; of a cell with one seed, for other conversations alone." if one else f"{said}."
+
+
+def _which(some: Sequence[Row], among: Sequence[Row], every: str) -> str:
+    """The names of some rows; `every` where they are all of several."""
+    return every if len(some) == len(among) > 1 else ", ".join(row.name for row in some)
 
 
 def _sizes(row: Row) -> tuple[str, ...]:

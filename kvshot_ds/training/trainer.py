@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,14 +15,14 @@ from tqdm import tqdm
 import ds_configs
 from kvshot_ds.config import Recipe, TrainConfig, load_recipe
 from kvshot_ds.drafters.base import Drafter
-from kvshot_ds.drafters.build import DrafterInfo, build_drafter, find_drafter, save_drafter
+from kvshot_ds.drafters.build import DrafterInfo, build_drafter, save_drafter
 from kvshot_ds.drafters.cost import cost
 from kvshot_ds.drafters.initial import choose_vocab, initialise
-from kvshot_ds.drafters.warm import WarmReport, warm_start
+from kvshot_ds.drafters.warm import WarmReport, source_digest, warm_start
 from kvshot_ds.errors import ConfigError, KvshotError, Preempted
 from kvshot_ds.features.manifest import load_token_counts, require
 from kvshot_ds.features.shard import ShardSet
-from kvshot_ds.files import file_sha256, read_object, sole_writer, write_json
+from kvshot_ds.files import read_object, sole_writer, write_json
 from kvshot_ds.objectives.objective import Objective, objective_for, required_features
 from kvshot_ds.provenance import digest, stamp
 from kvshot_ds.target import load_geometry, load_parts, weights_digest
@@ -127,9 +127,7 @@ def _taken(recipe: Recipe, before: str) -> str:
     start = recipe.train.init.warm_start
     if start is None or start == load_recipe(recipe.run_dir / "recipe.yaml").train.init.warm_start:
         return before if start else ""
-    with suppress(KvshotError):
-        return file_sha256(find_drafter(start) / "model.safetensors")
-    return ""
+    return source_digest(start)
 
 
 def run_digest(recipe: Recipe, shards: ShardSet, warm_digest: str) -> str:

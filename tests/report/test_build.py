@@ -156,7 +156,7 @@ def test_eight_drafters_are_told_apart(many, build_page):
     assert "hybrid_block: hybrid block · depth 2 · linear_rope · gate scalar, bias:-1 · blocks of 8" in page.text
     assert "mtp hidden-only, last layer · depth 1. Reads the target's fused hidden states" in page.text
     assert "kv_block against kv_only: α₀" in page.text and "dflash against hidden_only: α₀" in page.text and "by α₀ and joint MAT" in page.text
-    assert page.text.count("1.2 M with its own head") == 5 and page.text.count("1.2 M target's head, frozen") == 3
+    assert page.text.count("1.23 M with its own head") == 5 and page.text.count("1.23 M target's head, frozen") == 3
     assert "dflash soft_ce, 7 steps, weights exp(−k/4), 48 rows of each conversation" in page.text
     assert "the head is the target's, frozen" in page.text
     glance = html.split('id="glance"')[1].split("</ul>")[0]

@@ -9,10 +9,11 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure as Canvas
 
 from kvshot_ds import metrics
 from kvshot_ds.metrics import Interval, StepCounts
-from kvshot_ds.report import blocks, figures, gather
+from kvshot_ds.report import blocks, bounds, figures, gather
 from kvshot_ds.report.beside import beside_blocks, variant
 from kvshot_ds.report.cells import Group, grouped
 from kvshot_ds.report.compare import Comparison, against_bigram, against_controls, common
@@ -270,6 +271,37 @@ def test_a_variant_gains_over_the_baseline_that_was_trained_alike(work):
 def test_a_row_that_the_paper_does_not_have():
     with pytest.raises(LookupError, match="no kv_only of depth 9"):
         paper_row("kv_only", 9, "linear_rope")
+
+
+def test_intervals_are_shown_cut_where_the_quantity_ends_and_kept_whole():
+    wide = Interval(0.2, -0.3, 1.4)
+    for name, shown in (("αₖ", "0.000–1.000"), ("joint MAT", "−0.300 to 1.400"), ("norm for a row", "0.000–1.400"), ("difference", "−0.300 to 1.400")):
+        cell = blocks.measured(wide, of=name)
+        assert cell.sub == shown and (cell.low, cell.high) == (-0.3, 1.4)
+    assert blocks.measured(Interval(1.5, 0.2, 2.8), 2, "MAT").sub == "1.00–2.80"
+    assert bounds.natural("MAT less the baseline's")[0] < -9 and bounds.natural("cosine") == (-1, 1) and bounds.natural("share of gates < 0.05") == (0, 1)
+
+
+@pytest.mark.parametrize(("label", "low"), [("αₖ", 0.0), ("what has no bounds", -0.5)])
+def test_bands_and_axes_end_where_the_quantity_does(label, low):
+    line = figures.Series("a", 0, (0, 1), (0.2, 0.4), (-0.5, -0.1), (0.6, 0.8))
+    chart = figures.Chart("k", label, (line,), "", y_range=(-0.5, 0.8))
+    axes = Canvas().subplots()
+    figures.draw(axes, chart, figures.LIGHT)
+    assert axes.get_ylim() == (low, 0.8)
+    assert min(y for path in axes.collections[0].get_paths() for _, y in path.vertices) == low
+    assert chart.series[0].low == (-0.5, -0.1), "the data are whole"
+
+
+def test_gradients_of_very_different_size_stand_on_a_logarithmic_axis():
+    rows = (figures.Dot("small", 0, 1e-5, -1e-5, 3e-5), figures.Dot("large", 0, 0.1, 0.05, 0.2))
+    axes = Canvas().subplots()
+    figures.draw(axes, figures.Dots("gradient / weights", rows, "", x_range=(1e-6, 0.3), log=True), figures.LIGHT)
+    assert axes.get_xscale() == "log" and axes.get_xlim() == (1e-6, 0.3)
+    axes = Canvas().subplots()
+    line = figures.Series("a", 0, (1, 2), (1e-4, 0.1))
+    figures.draw(axes, figures.Chart("step", "norm", (line,), "", log_y=True), figures.LIGHT)
+    assert axes.get_yscale() == "log" and len([t for t in axes.get_yticks() if axes.get_ylim()[0] <= t <= axes.get_ylim()[1]]) > 1
 
 
 def test_numbers_are_written_plainly():

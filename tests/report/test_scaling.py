@@ -10,12 +10,14 @@ import pytest
 
 from kvshot_ds.metrics import Interval
 from kvshot_ds.report import growth, scaling
+from kvshot_ds.report.blocks import Figure
 from kvshot_ds.report.cells import grouped
 from kvshot_ds.report.families import drafter_of
 from kvshot_ds.report.gather import Evaluation, Rate, gather_folders
 from kvshot_ds.report.scaling import Curve, crossing, fit
+from kvshot_ds.report.sections import build_sections
 
-from .swept import crossed
+from .swept import STUDY, crossed, study
 from .test_verdicts import KV, cell
 
 SIZES = (1e4, 2e4, 4e4, 8e4)
@@ -147,6 +149,17 @@ def test_looks_stand_in_where_the_size_of_the_data_was_not_varied(tmp_path):
     assert curves[2].values == ((0.05, 0.1, 0.2), (0.05, 0.1, 0.2))
     text = " ".join(str(getattr(block, "text", "")) for block in growth.scaling_blocks(groups, groups[0].runs[0].recipe.eval))
     assert "these are looks during training" in text and "extrapolation" in text
+
+
+def test_a_cell_looks_as_everywhere_on_the_page_and_stands_in_the_order_of_the_page(tmp_path):
+    folder = study(tmp_path, (STUDY[6], STUDY[3], STUDY[0]), seeds=(0, 1), events=False, diagnosed=False)
+    work, recipe = gather_folders([folder.path])
+    sections = {section.ident: section for section in build_sections(work, recipe)}
+    drawn, curves = (next(b for b in sections[ident].blocks if isinstance(b, Figure)) for ident in ("scaling", "sweep-0"))
+    shown = [(item.label, item.style) for item in curves.legend]
+    assert [label for label, _ in shown] == ["hybrid_open", "kv4", "hidden"] and [(i.label, i.style) for i in drawn.legend][:-1] == shown
+    fits = [s for s in drawn.panels[0].chart.series if s.label.endswith(": fit")]
+    assert [s.style for s in fits] == [style for _, style in shown]
 
 
 def test_nothing_to_fit_is_said():

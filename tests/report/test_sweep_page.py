@@ -16,11 +16,14 @@ from kvshot_ds.report import blocks as b
 from kvshot_ds.report import figures
 from kvshot_ds.report.against import axes_of
 from kvshot_ds.report.blocks import Block, Details, Figure, Section, Table, Text
+from kvshot_ds.report.bounds import cut
 from kvshot_ds.report.bycell import MOST, parts, scopes
 from kvshot_ds.report.cells import Group
 from kvshot_ds.report.gather import gather, gather_folders
 from kvshot_ds.report.sections import build_sections
+from kvshot_ds.sweep.compare import compare
 from kvshot_ds.sweep.folder import SweepFolder
+from tests.sweep.made import HIDDEN_ONLY, make_sweep
 
 from .conftest import MANY, read, recipe_for, write_run
 from .swept import FAILED, STUDY, crossed, study
@@ -83,7 +86,7 @@ def test_numbers_of_a_cell_are_those_of_the_rule(folder, page):
         ):
             want, cell = spread(folder, row.cells[0].text, statistic), row.cells[at[name]]
             assert cell.value == want.value and cell.text == f"{want.value:.{digits}f}"
-            assert (cell.low, cell.high) == (want.low, want.high) and cell.sub == b.bounds(want, digits)
+            assert (cell.low, cell.high) == (want.low, want.high) and cell.sub == b.bounds(cut(want, name), digits)
 
 
 def test_bands_of_the_curves_are_the_rule_s(folder, page):
@@ -126,6 +129,73 @@ def test_a_cell_without_any_seed_has_its_row_and_the_report_its_files(tmp_path, 
     for found in (block for section in sections for block in within(list(section.blocks)) if isinstance(block, Table)):
         assert {len(row.cells) for row in found.rows} <= {len(found.head)}, found.caption
     assert "hybrid_open" in build_page(recipe).text
+
+
+def test_differences_from_the_baseline_are_those_of_the_sweep_table(folder, page):
+    found = compare([folder.path])
+    shown = table(page["Sweep study"], "Differences from the baseline, hidden")
+    assert [row.cells[0].text for row in shown.rows] == ["kv1", "kv2", "hybrid", "hybrid_open"] and shown.head[2:] == ("MAT", "joint MAT", "α₀", "α₆")
+    for row, want in zip(shown.rows, found.rows[1:], strict=True):
+        assert row.cells[1].text == ("0, 1" if row.cells[0].text == "hybrid_open" else "0, 1, 2")
+        for cell, name in zip(row.cells[2:], ("mat", "mat_joint", "alpha_0", "alpha_last"), strict=True):
+            spread = want.differences[name].spread
+            assert (cell.value, cell.low, cell.high) == (spread.value, spread.low, spread.high)
+            assert cell.text.endswith(" *") is want.differences[name].excludes
+    said = " ".join(block.text for block in page["Sweep study"].blocks if isinstance(block, Text))
+    assert f"the numbers are those of kvshot sweep table {folder.path}." in said and "of one seed:" not in said
+    items = page["At a glance"].blocks[0].items
+    assert items[1] == "The baseline is hidden."
+    best = next(item for item in items if item.startswith("Highest MAT"))
+    row = next(row for row in found.rows if row.name.endswith(best.split(": ")[1].split(",")[0]))
+    if row is found.rows[0]:
+        assert best.endswith(", the baseline itself.")
+    else:
+        assert f"which {'excludes' if row.differences['mat'].excludes else 'does not exclude'} 0 (" in best
+
+
+def test_the_bigram_table_stands_beside_each_cell_paired_by_seed(folder, page):
+    shown = table(page["Sweep study"], "α₀ beside the bigram table's")
+    mine = [read(folder.run_dir(t) / "eval_conversations.json") for t in folder.trials() if t.labels["drafter"] == "kv1"]
+    first = [metrics.StepCounts.unstack(metrics.StepCounts(d["den"], d["top1"], d["joint"], d["prob"]).stack()[..., :1]) for d in mine]
+    bigram = [metrics.StepCounts.ratio(d["bigram"], [den[0] for den in d["den"]]) for d in mine]
+    options = load_recipe(folder.path / "recipe.yaml").eval
+    want = metrics.paired_over_seeds(first, bigram, metrics.alpha_at(0), options.bootstrap, options.confidence, options.seed)
+    cells = shown.rows[1].cells
+    assert (cells[0].text, cells[1].text, cells[4].value, cells[4].low, cells[4].high) == ("kv1", "0, 1, 2", want.value, want.low, want.high)
+    assert cells[4].value == pytest.approx(cells[2].value - cells[3].value)
+
+
+def test_differences_of_one_seed_say_so_and_looks_are_not_promised_of_finished_trials(tmp_path):
+    folder = study(tmp_path, CELLS[:2], seeds=(0,), events=False, diagnosed=False)
+    for trial in folder.trials():
+        (folder.run_dir(trial) / "heldout.json").unlink()
+    recipe = load_recipe(folder.path / "recipe.yaml")
+    sections = {section.title: section for section in build_sections(gather(recipe), recipe)}
+    said = " ".join(block.text for block in sections["Sweep study"].blocks if isinstance(block, Text))
+    assert "interval and * are then over conversations alone and know nothing of what another seed would give" in said
+    assert any("one seed alone, so it says nothing of other seeds" in item or "the baseline itself" in item for item in sections["At a glance"].blocks[0].items)
+    looks = next(block for block in sections["Training"].blocks if isinstance(block, Text) and "in the course of training" in block.text)
+    assert "looks are taken during training only, and finished trials are not trained again" in looks.text
+    assert looks.command == (
+        f"kvshot sweep run {folder.path}/recipe.yaml work={tmp_path}-looks prepared={tmp_path}/prepared shards={tmp_path}/features train.eval_every=6"
+    )
+
+
+def test_what_is_asked_for_is_the_last_step_there_is(tmp_path):
+    recipe = load_recipe(make_sweep(tmp_path, (HIDDEN_ONLY,), (0,)).path / "recipe.yaml")
+    section = next(s for s in build_sections(gather(recipe), recipe) if s.ident == "verdicts")
+    said = [cell.text for block in within(list(section.blocks)) if isinstance(block, Table) for row in block.rows for cell in row.cells]
+    assert any("α₃, KV-only less hidden-only" in text for text in said) and not any("α₆, KV-only" in text for text in said)
+
+
+def test_sweeps_that_do_not_compare_are_still_shown(tmp_path):
+    folder = study(tmp_path, CELLS[:2], seeds=(0,), events=False, diagnosed=False)
+    path = folder.run_dir(folder.trials()[1]) / "eval_conversations.json"
+    counts = read(path)
+    path.write_text(json.dumps({name: values[:-1] for name, values in counts.items()}), encoding="utf-8")
+    recipe = load_recipe(folder.path / "recipe.yaml")
+    section = next(s for s in build_sections(gather(recipe), recipe) if s.title == "Sweep study")
+    assert any(isinstance(block, Text) and block.text.startswith("No differences from a baseline: ") for block in section.blocks)
 
 
 def test_every_trial_is_there_folded(folder, page):
@@ -230,6 +300,7 @@ def test_a_trial_of_two_sweeps_is_one_run(tmp_path):
 def test_folders_of_sweeps_and_of_runs_are_shown_by_the_sweep_s_recipe(folder, tmp_path):
     alone = write_run(tmp_path, "alone", MANY["hidden_only"])
     work, recipe = gather_folders([alone, folder.path])
+    assert recipe.report.title == "Sweep study on toy"
     assert recipe.name == "study" and recipe.report.runs == (alone, folder.path) and len(work.runs) == 15
     with pytest.raises(ConfigError, match="no folder of a run or of a sweep"):
         gather_folders([tmp_path])
@@ -267,6 +338,13 @@ def test_costs_are_those_of_the_rows(folder, page):
             values = [v for r in mine if (v := get(r)) is not None]
             assert row.cells[at[name]].value == (pytest.approx(sum(values) / len(values)) if values else None), name
         assert row.cells[0].sub == "layers random, head target"
+
+
+def test_device_hours_are_summed_by_part(folder, page):
+    totals = {row.cells[0].text: row.cells[1].value for row in table(page["Cost"], "Device hours of all trials").rows}
+    rows = [json.loads(line)["cost"] for line in (folder.path / "results.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert totals["total"] == pytest.approx(sum(cost["device_hours"] for cost in rows if cost["device_hours"]))
+    assert totals["total"] == pytest.approx(sum(hours for part, hours in totals.items() if part != "total")) and {"train", "eval"} <= totals.keys()
 
 
 def test_the_course_of_training_by_cell(tmp_path):

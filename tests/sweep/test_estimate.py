@@ -80,7 +80,7 @@ def test_what_is_trained_already_is_not_counted(captured: Callable[..., Recipe])
     recipe = captured()
     complete(recipe, 1, 10)
     lines = dry_run(recipe)
-    assert [row[-2] for row in table(lines)] == ["-", "trained"] and "1 trials are trained already, 1 are to be trained" in lines
+    assert [row[-2] for row in table(lines)] == ["-", "trained"] and "1 trial is trained already, 1 is to be trained" in lines
     assert any(line.startswith(f"{sum(tokens for tokens, _ in data().sizes):,} tokens") for line in lines)
 
 
@@ -93,12 +93,14 @@ def test_hours_from_the_same_drafter_then_from_others_then_from_the_peak(capture
     recipe = captured({"seeds": [0, 1]})
     assert hours(dry_run(recipe)).startswith("device-hours: not known; train.peak_tflops")
     stated = hours(dry_run(captured({"seeds": [0, 1]}, peak_tflops=1e-6)))
-    assert "(rate: 30% of 1e-06 TFLOP/s)" in stated and not stated.startswith("0 ")
+    assert "reckoned from 30% of the 1e-06 TFLOP/s of train.peak_tflops;" in stated and not stated.startswith("0 ")
     complete(recipe, 0, 3600.0)
     mixed = hours(dry_run(recipe))
-    assert "(rate: measured, measured on other drafters)" in mixed or "(rate: measured on other drafters, measured)" in mixed
+    assert "what trials of the same drafter have reached here" in mixed and "what trials of other drafters have reached here" in mixed
     complete(recipe, 1, 7200.0)
-    assert hours(dry_run(recipe)).startswith("3 device-hours of training (rate: measured);"), "one of each is left"
+    assert hours(dry_run(recipe)).startswith("3 device-hours of training, reckoned from what trials of the same drafter have reached here;"), (
+        "one of each is left"
+    )
 
 
 def test_how_many_fit(captured: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,9 +124,36 @@ def test_disk_that_is_too_small_is_said(captured: Callable[..., Recipe], monkeyp
 def test_remarks(captured: Callable[..., Recipe]) -> None:
     cells = {"a": {}, "b": {}, "out": {"depth": 2}, "warm": {"family": "hybrid", "warm_start": "cell:a", "lr": 0.5}}
     text = "\n".join(dry_run(captured({"axes": [{"drafter": cells}], "exclude": [{"depth": 2}]})))
-    assert "1 cells are left out by sweep.exclude" in text and "drafter=b is the same training as drafter=a" in text
+    assert "1 cell is left out by sweep.exclude: drafter=out\n" in text and "drafter=b is the same training as drafter=a" in text
     assert "learning rates differ: 0.001, but 0.5 (drafter=warm)" in text
     assert "scratch for drafter=warm: " in text and "continued for drafter=warm: " in text and text.endswith("  sweep:\n    controls: add")
+    assert "warm starts, each from the trial of its own seed:\n  drafter=warm from drafter=a\n" in text
+
+
+def test_controls_and_what_they_start_from(captured: Callable[..., Recipe]) -> None:
+    cells = {"a": {}, "warm": {"family": "hybrid", "warm_start": "cell:a"}, "cold": {"family": "hybrid"}}
+    text = "\n".join(dry_run(captured({"axes": [{"drafter": cells}], "controls": "add"})))
+    assert "\n  drafter=warm control=continued from drafter=a\n" in text
+    assert text.split("matched controls:\n")[1].splitlines()[:2] == [
+        "  scratch of drafter=warm is the cell drafter=cold",
+        "  continued of drafter=warm is the cell drafter=warm control=continued",
+    ]
+
+
+def test_tokens_of_broken_passes_are_told_as_reckoned(captured: Callable[..., Recipe]) -> None:
+    lines = dry_run(captured(max_steps=7, epochs=2))
+    assert table(lines)[0][4:6] == ["7", "about 1,386"] and any(line.startswith("about 2,772 tokens, about ") for line in lines)
+
+
+def test_diagnostics_that_are_to_be_taken_are_told_as_a_cost(captured: Callable[..., Recipe]) -> None:
+    assert not any("sweep.diagnose" in line for line in dry_run(captured()))
+    recipe = captured({"diagnose": True})
+    for left in (2, 1, 0):
+        said = [line for line in dry_run(recipe) if line.startswith("sweep.diagnose=true looks at 64 held-out conversations with each drafter")]
+        assert len(said) == bool(left) and all(f"({left} to do)" in line for line in said)
+        if left:
+            complete(recipe, left - 1, 1.0)
+            (trial_recipe(recipe, expand(recipe).trials[left - 1]).run_dir / "diagnostics.json").write_text("{}")
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from kvshot_ds.errors import KvshotError
+from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.sweep.folder import Progress, SweepFolder, Trial
+
+
+def test_a_recipe_that_is_gone_is_named_with_what_to_do(tmp_path: Path) -> None:
+    folder = SweepFolder(tmp_path)
+    folder.write_trials((Trial("a", {}, 0, {}),))
+    with pytest.raises(ConfigError, match=r"recipe\.yaml: not there; delete trials\.json beside it and run"):
+        folder.recipe()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{", "{}", '{"trials": 3}', '{"trials": {"a": {"state": "lost"}}}', '{"trials": []}', "\xff"])

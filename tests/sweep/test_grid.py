@@ -20,6 +20,7 @@ from kvshot_ds.errors import ConfigError
 from kvshot_ds.sweep.axes import cells, select, written
 from kvshot_ds.sweep.folder import Trial
 from kvshot_ds.sweep.grid import Data, Grid, address, expand, trial_recipe
+from kvshot_ds.sweep.run import _note
 from kvshot_ds.typed import parse
 from tests.sweep.plans import TINY, data, manifest, recipe_of
 
@@ -63,6 +64,10 @@ def test_a_label_is_written_so_that_an_exclusion_means_it(value: Any) -> None:
     assert select([cell], yaml.safe_load(f"{{init: {written(cell.labels['init'])}}}"), "here") == [cell]
 
 
+def test_off_may_be_what_yaml_makes_of_it() -> None:
+    assert SweepConfig.model_validate(yaml.safe_load("controls: off")).controls == "off"
+
+
 def test_exclusions() -> None:
     axes = [{"family": ["hidden_only", "hybrid"]}, {"depth": [1, 2, 4]}]
     found = cells(SweepConfig(axes=axes, exclude=[{"family": "hybrid", "depth": [2, 4]}]))
@@ -72,7 +77,7 @@ def test_exclusions() -> None:
         "family=hidden_only depth=4",
         "family=hybrid depth=1",
     ]
-    assert found.excluded == 2
+    assert [cell.name for cell in found.excluded] == ["family=hybrid depth=2", "family=hybrid depth=4"]
     variants = [{"drafter": {"a": {"family": "hybrid"}, "b": {"family": "kv_only"}}}]
     assert names(variants, exclude=[{"family": "hybrid"}]) == names(variants, exclude=[{"train.drafter.family": "hybrid"}]) == ["drafter=b"]
 
@@ -159,7 +164,35 @@ def test_cells_that_cannot_be_are_named_with_the_exclusion_that_helps(tmp_path: 
         expand(recipe_of(tmp_path, sweep), data())
     excluded = [yaml.safe_load(line)[0] for line in re.findall(r"sweep\.exclude: (.*)", str(error.value))]
     grid = expand(recipe_of(tmp_path, {**sweep, "exclude": excluded}), data())
-    assert [trial.cell for trial in grid.trials] == ["family=hybrid gate=random", "family=hybrid gate=bias:2"] and grid.excluded == 2
+    assert [trial.cell for trial in grid.trials] == ["family=hybrid gate=random", "family=hybrid gate=bias:2"]
+    assert grid.excluded == ("family=kv_only gate=random", "family=kv_only gate=bias:2")
+
+
+def test_a_family_without_the_option_of_another_axis_is_told_how_to_write_it(tmp_path: Path) -> None:
+    axes: list[Any] = [{"family": ["hidden_only", "hybrid"]}, {"gate": ["random", "bias:2"]}, {"conversations": [0, 8]}]
+    with pytest.raises(ConfigError, match=r"leaves no cell with family=hidden_only\. Options that only some drafters have .*\(docs/sweeps\.md") as error:
+        expand(recipe_of(tmp_path, {"axes": axes}), data())
+    [proposed] = yaml.safe_load(str(error.value).splitlines()[-1])
+    assert proposed["drafter"] == {
+        "hidden_only": {"family": "hidden_only"},
+        "hybrid_random": {"family": "hybrid", "gate": "random"},
+        "hybrid_bias_2": {"family": "hybrid", "gate": "bias:2"},
+    }
+    assert len(expand(recipe_of(tmp_path, {"axes": [proposed, axes[2]]}), data()).trials) == 6
+    for wrong in ([{"gate": ["random", "bias:2"]}], [{"family": ["hybrid"]}, {"gate": ["random", "shut"]}], [{"loss": ["kl", "soft"]}]):
+        with pytest.raises(ConfigError, match="cannot be trained") as error:
+            expand(recipe_of(tmp_path, {"axes": wrong}), data())
+        assert "leaves no cell" not in str(error.value), "no variant could hold these"
+
+
+def test_cells_that_fail_later_have_the_exclusion_too(tmp_path: Path) -> None:
+    axes = [{"family": ["kv_only"]}, {"kv_layers": ["eagle3", [1, 99]]}, {"conversations": [5, 21]}]
+    with pytest.raises(ConfigError, match="3 of 4 cells") as error:
+        expand(recipe_of(tmp_path, {"axes": axes}), data())
+    excluded = [yaml.safe_load(line)[0] for line in re.findall(r"sweep\.exclude: (.*)", str(error.value))]
+    assert [trial.cell for trial in expand(recipe_of(tmp_path, {"axes": axes, "exclude": excluded}), data()).trials] == [
+        "family=kv_only kv_layers=eagle3 conversations=5"
+    ]
 
 
 def test_a_wrong_value_is_named_with_those_there_are(tmp_path: Path) -> None:
@@ -238,6 +271,35 @@ def test_on_other_axes_the_source_is_like_the_cell(tmp_path: Path) -> None:
         assert found[f"conversations={n} family=hybrid warm_start=cell:hidden_only"].after == source
 
 
+STARTS: list[dict[str, Any]] = [
+    {"drafter": {"cold": {"family": "hybrid"}, "warm": {"family": "hybrid", "warm_start": "cell:drafter=cold"}}},
+    {"start": {"random": {}, "open": {"gate": "bias:2"}, "shut": {"gate": "bias:-2"}}},
+    {"conversations": [8, 12]},
+]
+
+
+def test_a_source_has_the_one_value_there_is_where_it_cannot_have_the_cells_own_and_that_is_said(tmp_path: Path) -> None:
+    grid = expand(recipe_of(tmp_path, {"axes": STARTS, "exclude": [{"drafter": "cold", "start": ["open", "shut"]}], "controls": "off"}), data())
+    found = by_cell(grid)
+    for start in ("random", "open", "shut"):
+        for n in (8, 12):
+            assert found[f"drafter=warm start={start} conversations={n}"].after == found[f"drafter=cold start=random conversations={n}"].name
+    said = "drafter=warm start=open conversations=8 starts from drafter=cold start=random conversations=8, as no drafter=cold has start=open"
+    assert said in grid.unequal and sum(" starts from " in line for line in grid.unequal) == 4
+
+
+def test_a_source_that_is_one_of_several_and_has_not_the_cells_own_value_is_refused(tmp_path: Path) -> None:
+    sweep = {"axes": STARTS, "exclude": [{"drafter": "cold", "start": "open"}], "controls": "off"}
+    said = r"start=open conversations=8: .*cell:drafter=cold means 4 cells, of which none has this cell's own start=open .*: drafter=cold start=r"
+    with pytest.raises(ConfigError, match=said):
+        expand(recipe_of(tmp_path, sweep), data())
+    named = [{"drafter": {**STARTS[0]["drafter"], "warm": {"family": "hybrid", "warm_start": "cell:drafter=cold start=shut"}}}, *STARTS[1:]]
+    grid = expand(recipe_of(tmp_path, {**sweep, "axes": named}), data())
+    found = by_cell(grid)
+    assert found["drafter=warm start=open conversations=12"].after == found["drafter=cold start=shut conversations=12"].name
+    assert not any(" starts from " in line for line in grid.unequal), "it is what was named"
+
+
 @pytest.mark.parametrize(
     ("start", "said"),
     [
@@ -257,7 +319,10 @@ def test_warm_starts_that_lead_nowhere(tmp_path: Path, start: str, said: str) ->
 def test_a_warm_start_that_means_several_cells(tmp_path: Path) -> None:
     axes = [{"drafter": {"a": {"lr": 0.1}, "b": {"lr": 0.2}, "c": {"warm_start": "cell:injection=linear"}}}, {"injection": ["linear"]}]
     base = recipe_of(tmp_path, {"axes": axes}, drafter={"family": "kv_only"})
-    with pytest.raises(ConfigError, match=r"cell drafter=c injection=linear: init\.warm_start=cell:injection=linear means 2 cells: .*name more of its values"):
+    with pytest.raises(
+        ConfigError,
+        match=r"cell drafter=c injection=linear: init\.warm_start=cell:injection=linear means 2 cells, of which none has .* drafter=c: .*name more",
+    ):
         expand(base, data())
 
 
@@ -297,6 +362,32 @@ def test_controls_train_as_the_cell_does_and_are_not_doubled(tmp_path: Path) -> 
     assert set(grid.steps.values()) == {5}
 
 
+def test_a_control_that_several_cells_share_is_that_of_all_of_them(tmp_path: Path) -> None:
+    warm = {"family": "hybrid", "warm_start": "cell:source"}
+    axes = [{"drafter": {"source": {"family": "hidden_only"}, "cold": {"family": "hybrid"}, "one": warm, "two": {**warm, "gate": "bias:2"}}}]
+    proposed, added = (expand(recipe_of(tmp_path, {"axes": axes, "controls": controls}), data()) for controls in ("propose", "add"))
+    assert [(p.cell, p.control) for p in proposed.proposals] == [("drafter=one; drafter=two", "continued"), ("drafter=two", "scratch")]
+    assert by_cell(added)["drafter=one control=continued"].control == "continued of drafter=one; drafter=two"
+    assert added.there == proposed.there == ("scratch of drafter=one is the cell drafter=cold",)
+
+
+def test_controls_that_add_nothing_say_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = recipe_of(tmp_path, {"axes": [{"depth": [1, 2]}], "controls": "add"})
+    grid = expand(base, data())
+    assert grid.there == ("sweep.controls=add adds nothing, as no cell is warm-started (train.init.warm_start)",)
+    _note(base, grid)
+    assert capsys.readouterr().out == f"mine: {grid.there[0]}\n"
+    cells_ = {"source": {}, "scratch": {"depth": 2}, "warm": {"depth": 2, "warm_start": "cell:source"}, "continued": {"warm_start": "cell:source"}}
+    grid = expand(recipe_of(tmp_path, {"axes": [{"drafter": cells_}], "controls": "add"}), data())
+    assert grid.there == (
+        "sweep.controls=add adds nothing, as said here",
+        "scratch of drafter=warm is the cell drafter=scratch",
+        "continued of drafter=warm is the cell drafter=continued",
+        "scratch of drafter=continued is the cell drafter=source",
+        "continued of drafter=continued is that cell itself",
+    )
+
+
 def test_a_drafter_from_elsewhere_counts_by_its_weights(tmp_path: Path) -> None:
     def drafter(folder: Path, content: bytes) -> Path:
         folder.mkdir()
@@ -334,6 +425,26 @@ def test_every_sweep_recipe_expands(path: Path) -> None:
         assert gate is None or gate.scheduled_steps < grid.steps[trial.name]
     assert path.stem == "sweep_scale" or len(set(grid.steps.values())) == 1
     assert {"sweep_table5": 12, "sweep_table6": 8, "sweep_gate": 8, "sweep_families": 11}.get(path.stem, len(cells_)) == len(cells_)
+
+
+def test_the_documented_table_of_recipes_is_that_of_the_folders() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "sweeps.md").read_text(encoding="utf-8")
+    table = [[part.strip() for part in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| `sweep_") or "| `recipes/" in line]
+    folders = [re.sub("`|recipes/|/", "", head) for head in table[0][2:]]
+    told = {(folder, row[0].strip("`")): row[2 + i].split(",")[0] for row in table[1:] for i, folder in enumerate(folders)}
+    counted = {}
+    for path in SWEEPS:
+        recipe = load_recipe(path)
+        plan = Data.planned(recipe, "target", TARGETS[path.parent.name], ())
+        counted[path.parent.name, path.name] = f"{len({trial.cell for trial in expand(recipe, plan).trials})} × {len(recipe.sweep.seeds)}"
+    assert {cell: text for cell, text in told.items() if text != "-"} == counted
+
+
+def test_the_documented_sweeps_expand(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "sweeps.md").read_text(encoding="utf-8")
+    blocks = [yaml.safe_load(block)["sweep"] for block in re.findall(r"^```yaml\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)]
+    plan = Data.planned(recipe_of(tmp_path, {}), "target", TINY, ((200, 80),) * 1000)
+    assert [len({t.cell for t in expand(recipe_of(tmp_path, block), plan).trials}) for block in blocks] == [6, 10, 3]
 
 
 def test_each_target_has_the_sweeps_of_the_paper() -> None:

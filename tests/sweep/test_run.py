@@ -21,6 +21,7 @@ import psutil
 import pytest
 import torch
 from ray.exceptions import OutOfMemoryError, RayActorError
+from tqdm import tqdm
 
 from kvshot_ds.config import Recipe, dump_recipe
 from kvshot_ds.errors import ConfigError, KvshotError, Preempted
@@ -168,6 +169,11 @@ def test_a_trial_that_never_fits_is_refused_at_once(make: Make, tmp_path: Path, 
         run.run(make(tmp_path, "large", {"hid": HID}, {}, {"ranks": 2, "cpus_per_rank": 1000}))
 
 
+def test_the_bar_shows_percentages_and_whole_trials() -> None:
+    shown = tqdm.format_meter(0.1 + 0.2, 4, 5.0, prefix="s", bar_format=run._BAR, postfix="0 of 4 trials ended")
+    assert shown.startswith("s:   8%|") and "0 of 4 trials ended" in shown and "0.3" not in shown
+
+
 def test_a_cluster_that_is_not_there_is_said_at_once(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # nobody listens
@@ -175,7 +181,7 @@ def test_a_cluster_that_is_not_there_is_said_at_once(make: Make, tmp_path: Path,
         with pytest.raises(ConfigError, match=r"RAY_ADDRESS=127\.0\.0\.1:\d+: nobody answers there; start Ray"):
             run.run(make(tmp_path, "nowhere", {"hid": HID}, {}))
     monkeypatch.setenv("RAY_ADDRESS", "nonsense")
-    with pytest.raises(ConfigError, match="RAY_ADDRESS=nonsense: .*expected HOST:PORT"):
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS=nonsense: .*expected HOST:PORT"):
         run.run(make(tmp_path, "nowhere", {"hid": HID}, {}))
 
 

@@ -129,8 +129,23 @@ def test_a_sweep_of_which_nothing_has_ended(tmp_path: Path):
 def test_a_difference_of_one_common_seed_is_called_so():
     difference = replace(OTHER.differences["mat"], spread=replace(OTHER.differences["mat"].spread, seeds=1))
     one = replace(TABLE, rows=(BASE, replace(OTHER, differences={**OTHER.differences, "mat": difference}), EMPTY))
-    assert "Differences of one common seed alone, of which the same is to be said as of one seed: family=" in rendered(one, "markdown")
+    assert "Differences of one common seed alone, so their intervals and * know nothing of other seeds: family=" in rendered(one, "markdown").replace("\\", "")
     assert "Differences of one common seed" not in rendered(TABLE, "text")
+
+
+def test_notes_of_one_seed_do_not_contradict_each_other(tmp_path: Path):
+    notes = rendered(compare([make_sweep(tmp_path, seeds=(0,)).path]), "markdown")
+    assert "Value of one seed ± half width of its 95% interval, for other conversations alone" in notes and "for other seeds" not in notes
+    assert "so their intervals and * know nothing of other seeds: all differences".replace("*", r"\*") in notes
+    assert "One seed alone, so the interval knows nothing of what another seed would give: all cells" in notes
+    mixed = rendered(compare([make_sweep(tmp_path, (HIDDEN_ONLY, replace(KV_ONLY, absent=[1])), (0, 1), "mixed").path]), "text")
+    assert "of a cell with one seed, for other conversations alone." in " ".join(mixed.split()) and "all cells" not in mixed
+
+
+def test_looks_that_are_not_there_cannot_be_made_up_for(tmp_path: Path):
+    folder = make_sweep(tmp_path, [replace(HIDDEN_ONLY, looks=())], (0,))
+    with pytest.raises(ConfigError, match=r"looks are taken during training only.*set train\.eval_every to less than the steps, in a sweep under another work"):
+        early([folder.path])
 
 
 def test_a_complete_trial_whose_numbers_are_gone_is_missing(tmp_path: Path):
