@@ -38,6 +38,7 @@ from tests.training.runs import assert_same, rank_environment, weights
 pytestmark = pytest.mark.timeout(1200)
 
 PATIENCE = 400  # seconds that anything may take on a loaded machine
+STEPS = 40  # so many that a trial outlasts the time from a look at it to a signal that reaches it
 HID, KV = {"family": "hidden_only"}, {"family": "kv_only", "depth": 2}
 
 Make = Callable[..., Recipe]
@@ -48,8 +49,8 @@ def make(tiny_features: Path, tiny_target: Path) -> Make:
     """make(work, name, drafters, sweep options, ray options, train options) -> Recipe of a sweep whose one axis is `drafter`."""
 
     def recipe(work: Path, name: str, drafters: dict[str, Any], sweep: dict[str, Any], ray: dict[str, Any] | None = None, **train: Any) -> Recipe:
-        small = {"draft_vocab_size": 100, "objective": {"steps": 3}, "conversations_per_step": 4, "checkpoint_every": 1, "max_steps": 8, "data_workers": 0}
-        options = {"log_every": 4, **small, **train}
+        small = {"draft_vocab_size": 100, "objective": {"steps": 3}, "conversations_per_step": 4, "checkpoint_every": 1, "data_workers": 0}
+        options = {"log_every": 4, "epochs": 4, "max_steps": STEPS, **small, **train}
         data = {"shards": tiny_features, "target": {"path": tiny_target, "dtype": "fp32", "device": "cpu"}, "eval": {"bootstrap": 100}}
         axes = [{"drafter": drafters}]
         return Recipe.model_validate({"name": name, "work": work, **data, "train": options, "ray": ray or {}, "sweep": {"axes": axes, **sweep}})
@@ -83,7 +84,7 @@ def test_every_trial_is_trained_and_measured_and_has_a_row(base: Recipe) -> None
     assert {state.state for state in states.values()} == {"complete"} and not any(state.reused for state in states.values())
     for r in trained(base):
         assert set(states[r.name].seconds) == {"start", "train", "save", "eval"}
-        assert f"{r.name}: 8 steps" in (r.run_dir / "log.txt").read_text(), "what its ranks said"
+        assert f"{r.name}: {STEPS} steps" in (r.run_dir / "log.txt").read_text(), "what its ranks said"
         assert (r.run_dir / "eval_conversations.json").is_file() and not (r.run_dir / "checkpoints").exists()
         assert read_json(r.run_dir / "provenance.json")["command"][0] == "kvshot"
 
@@ -227,6 +228,16 @@ def mid_trial(recipe: Recipe, complete: int) -> bool:
     return list(found.values()).count("complete") >= complete and any((r.run_dir / "checkpoints" / "latest").is_file() for r in running)
 
 
+def cut_short(recipe: Recipe) -> set[str]:
+    """Trials with a checkpoint and no end, once no rank trains them any more."""
+    found = set()
+    for r in trained(recipe):
+        if (r.run_dir / "checkpoints" / "latest").is_file():
+            with sole_writer(r.run_dir, "training", PATIENCE):
+                found |= set() if (r.run_dir / "train.json").is_file() else {r.name}
+    return found
+
+
 def start(recipe: Recipe, folder: Path) -> subprocess.Popen[str]:
     (folder / "sweep.yaml").write_text(dump_recipe(recipe))
     env = {k: v for k, v in rank_environment().items() if k != "RAY_ADDRESS"} | {"RAY_USAGE_STATS_ENABLED": "0"}
@@ -241,6 +252,7 @@ def test_a_killed_driver_goes_on_where_it_was_and_a_stopped_one_too(base: Recipe
     killed.kill()
     killed.communicate(timeout=PATIENCE)
     first = [name for name, state in states_of(recipe).items() if state == "complete"]
+    cut = cut_short(recipe)
     written = {r.name: (r.run_dir / "train.json").stat().st_mtime_ns for r in trained(recipe) if r.name in first}
 
     stopped = start(recipe, tmp_path)
@@ -249,6 +261,7 @@ def test_a_killed_driver_goes_on_where_it_was_and_a_stopped_one_too(base: Recipe
     said = stopped.communicate(timeout=PATIENCE)[0]
     assert stopped.returncode == Preempted.STATUS and "base: stopped (SIGTERM), " in said, said
     assert "running" not in states_of(recipe).values() and "waiting" in states_of(recipe).values()
+    cut |= cut_short(recipe)
 
     again = start(recipe, tmp_path)
     said = again.communicate(timeout=PATIENCE)[0]
@@ -257,7 +270,7 @@ def test_a_killed_driver_goes_on_where_it_was_and_a_stopped_one_too(base: Recipe
         assert mine.name == its.name
         assert_same(weights(mine), weights(its))
     assert all((r.run_dir / "train.json").stat().st_mtime_ns == written[r.name] for r in trained(recipe) if r.name in first), "not trained again"
-    assert sum(bool(read_json(r.run_dir / "train.json")["resumed_from"]) for r in trained(recipe)) >= 2, "those that were cut short continued"
+    assert cut == {r.name for r in trained(recipe) if read_json(r.run_dir / "train.json")["resumed_from"]} != set(), "those that were cut short continued"
 
 
 def test_trials_that_fail_die_or_fall_behind_leave_the_others_alone(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
