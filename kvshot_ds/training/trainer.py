@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,14 +15,14 @@ from tqdm import tqdm
 import ds_configs
 from kvshot_ds.config import Recipe, TrainConfig, load_recipe
 from kvshot_ds.drafters.base import Drafter
-from kvshot_ds.drafters.build import DrafterInfo, build_drafter, save_drafter
+from kvshot_ds.drafters.build import build_drafter
 from kvshot_ds.drafters.cost import cost
 from kvshot_ds.drafters.initial import choose_vocab, initialise
 from kvshot_ds.drafters.warm import WarmReport, source_digest, warm_start
 from kvshot_ds.errors import ConfigError, KvshotError, Preempted
 from kvshot_ds.features.manifest import load_token_counts, require
 from kvshot_ds.features.shard import ShardSet
-from kvshot_ds.files import read_object, sole_writer, write_json
+from kvshot_ds.files import read_object, sole_writer
 from kvshot_ds.objectives.objective import Objective, objective_for, required_features
 from kvshot_ds.provenance import digest, stamp
 from kvshot_ds.target import load_geometry, load_parts, weights_digest
@@ -31,6 +31,7 @@ from kvshot_ds.training.checkpoint import Checkpoints, Progress
 from kvshot_ds.training.control import Control
 from kvshot_ds.training.ema import Average
 from kvshot_ds.training.engine import World, connect, make_engine, precision, release
+from kvshot_ds.training.export import export_best, finish
 from kvshot_ds.training.heldout import Heldout
 from kvshot_ds.training.loader import MicroBatch, step_batches
 from kvshot_ds.training.plan import step_flops
@@ -342,64 +343,6 @@ def check_weights(s: Setup, step: int) -> None:
     mine = [getattr(p, "ds_tensor", p).detach() for p in s.drafter.parameters()]  # under ZeRO-3, this rank's share
     if not bool(torch.stack([w.float().sum().isfinite() for w in mine]).all()):
         raise KvshotError(f"the weights are not finite after step {step}; the last good checkpoint stays in {s.recipe.run_dir / 'checkpoints'}; {_LOWER}")
-
-
-def finish(s: Setup, progress: Progress) -> dict[str, Any]:
-    """Exports the drafter and writes train.json, last."""
-    config, folder = s.recipe.train, s.recipe.run_dir
-    trainable = sum(getattr(p, "ds_numel", p.numel()) for p in s.drafter.parameters())
-    summary = {
-        "status": "complete",
-        "steps": progress.step,
-        "seconds": progress.seconds,
-        "tokens": progress.tokens,
-        "supervised_rows": progress.supervised_rows,
-        "parameters": {"trainable": trainable},
-        "draft_vocab_size": config.draft_vocab_size,
-        "draft_vocab_coverage": s.coverage,
-        "init": config.init.model_dump(mode="json"),
-        "warm_start": read_object(folder / "provenance.json").get("warm_start"),  # of the first start
-        "padding_share": progress.padding_share,
-        "skipped_conversations": progress.skipped_conversations,
-        "world_size": s.world.size,
-        "resumed_from": [asdict(start) for start in progress.resumed_from],
-    }
-    info = DrafterInfo(
-        config.drafter, s.drafter.g, config.draft_vocab_size, s.shards.manifest.target_name, s.shards.manifest.target_digest, {"training": summary}
-    )
-    averages = s.ema.whole() if s.ema is not None else {}
-    with _whole(s.drafter):
-        if s.world.rank == 0:
-            if averages:
-                save_drafter(folder / "drafter_ema", s.drafter, info, s.drafter.norm.weight.dtype, averages)
-            save_drafter(folder / "drafter", s.drafter, info, s.drafter.norm.weight.dtype)
-            write_json(folder / "train.json", summary)
-            print(
-                f"{s.recipe.name}: {progress.step} steps, {progress.supervised_rows} supervised rows, {progress.seconds:.0f} s, "
-                f"padding {progress.padding_share:.1%}, "
-                f"{trainable / 1e6:.1f} M parameters -> {folder / 'drafter'}"
-            )
-    dist.barrier()
-    return summary
-
-
-def export_best(s: Setup, progress: Progress) -> None:
-    """Writes the weights as they are now to drafter_best. All ranks call it. Raises KvshotError, on all of them, if that fails."""
-    config, manifest = s.recipe.train, s.shards.manifest
-    training = {"status": "best", "steps": progress.step, "seconds": progress.seconds, "keep_best": config.keep_best, "world_size": s.world.size}
-    info = DrafterInfo(config.drafter, s.drafter.g, config.draft_vocab_size, manifest.target_name, manifest.target_digest, {"training": training})
-    with _whole(s.drafter):
-        told_by_first(s.world, lambda: save_drafter(s.recipe.run_dir / "drafter_best", s.drafter, info, s.drafter.norm.weight.dtype))
-
-
-def _whole(drafter: Drafter) -> AbstractContextManager[Any]:
-    """Under ZeRO-3, parameters gathered for the export; nothing to do otherwise."""
-    parameters = list(drafter.parameters())
-    if not any(hasattr(p, "ds_id") for p in parameters):
-        return nullcontext()
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters(parameters)
 
 
 def _announce(s: Setup, first: int) -> None:

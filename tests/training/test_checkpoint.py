@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from kvshot_ds.config import Recipe
 from kvshot_ds.errors import KvshotError
 from kvshot_ds.files import aside, read_json, write_json
-from kvshot_ds.training import checkpoint, rng, trainer, universal
+from kvshot_ds.training import checkpoint, export, rng, trainer, universal
 from kvshot_ds.training.launch import run
 from kvshot_ds.training.writer import Writer
 from tests.conftest import rank_forgotten
@@ -287,7 +287,7 @@ def _dies_exporting(recipe: Recipe, where: str) -> None:
 
         return call
 
-    trainer.save_drafter, trainer.write_json = dying(trainer.save_drafter), dying(trainer.write_json)
+    export.save_drafter, export.write_json = dying(export.save_drafter), dying(export.write_json)
     run(recipe)
 
 

@@ -12,7 +12,7 @@ from kvshot_ds.config import Recipe
 from kvshot_ds.drafters.build import load_drafter, read_info
 from kvshot_ds.errors import KvshotError
 from kvshot_ds.files import read_json
-from kvshot_ds.training import trainer
+from kvshot_ds.training import export, trainer
 from kvshot_ds.training.ema import Average
 from kvshot_ds.training.engine import World
 from kvshot_ds.training.launch import run
@@ -34,7 +34,7 @@ def test_it_is_what_a_plain_loop_makes_of_the_weights_of_every_step(recipe, tmp_
     wanted: dict[str, torch.Tensor] = {}
 
     def follow(drafter) -> None:
-        with trainer._whole(drafter):
+        with export.whole(drafter):
             for name, p in drafter.named_parameters():
                 before = wanted.get(name)
                 wanted[name] = p.detach().double().clone() if before is None else DECAY * before + (1 - DECAY) * p.detach().double()

@@ -9,7 +9,7 @@ import torch
 
 import ds_configs
 from kvshot_ds.drafters.build import load_drafter
-from kvshot_ds.training import trainer
+from kvshot_ds.training import export
 from kvshot_ds.training.launch import run
 from tests.training.runs import assert_same, before_each_step, run_and_stop, weights
 
@@ -47,7 +47,7 @@ def moved(recipe, monkeypatch, forget: bool = False) -> tuple[float, float]:
 
     def look(s, _m, n):
         if n in (0, 2):
-            with trainer._whole(s.drafter):
+            with export.whole(s.drafter):
                 seen.append(s.drafter.get_parameter("fc.weight").detach().clone())
         if forget:
             s.engine.optimizer.refresh_fp32_params()
