@@ -210,7 +210,7 @@ def _diagnostics(recipe: Recipe, found: Sequence[Estimate]) -> list[str]:
     many = f"{recipe.diagnose.conversations} held-out conversations" if recipe.diagnose.conversations else "all held-out conversations"
     return [
         f"sweep.diagnose=true looks at {many} with each drafter ({left} to do), which is not in the FLOPs and hours here: "
-        "it took us 2 to 3 minutes a drafter for 16 conversations of SmolLM2 on CPU (diagnose.conversations bounds it)"
+        "for 16 conversations of SmolLM2 about a minute of one core a drafter (diagnose.conversations bounds it)"
     ]
 
 
