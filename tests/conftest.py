@@ -21,6 +21,17 @@ from kvshot_ds.config import Recipe
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+_HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+
+
+@pytest.fixture(autouse=True)
+def hears_signals() -> None:
+    """A training that was preempted leaves its process deaf, and what that process starts would be deaf too."""
+    for number, handler in _HANDLERS.items():
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
 # Files that take longest, which begin first: one that began last would keep one worker busy while the other has nothing left.
 LONG = (
     "training/test_resume.py", "cluster/test_slurm_train.py", "data_prep/test_exactly_once.py", "cluster/test_ray_job.py", "training/test_kill_cycles.py",

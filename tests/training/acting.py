@@ -33,14 +33,14 @@ class Act:
 
 def arm(acts: list[Act]) -> None:
     """Lets this process, the rank of RANK, do its part of `acts`."""
-    from kvshot_ds.training import checkpoint, heldout, trainer
+    from kvshot_ds.training import checkpoint, export, heldout, trainer
 
     places: dict[str, tuple[Any, str]] = {
         "start": (trainer, "prepare"),
         "step": (trainer, "optimizer_step"),
         "evaluation": (heldout, "conversation_sums"),
         "save": (checkpoint.Checkpoints, "save"),
-        "export": (trainer, "save_drafter"),
+        "export": (export, "save_drafter"),
     }
     for act in acts:
         if act.rank == int(os.environ.get("RANK", "0")):

@@ -17,7 +17,7 @@ import pytest
 from kvshot_ds import cli
 from kvshot_ds.config import Recipe, dump_recipe
 from kvshot_ds.errors import Preempted
-from kvshot_ds.training import checkpoint, heldout, rng, trainer
+from kvshot_ds.training import checkpoint, export, heldout, rng, trainer
 from kvshot_ds.training.launch import run
 from tests.training.acting import Act, Ranks
 from tests.training.runs import assert_same, free_port, rank_environment, run_and_stop, weights
@@ -97,7 +97,7 @@ def test_a_stop_in_each_phase_of_one_rank_resumes_to_the_same_weights(recipe, un
     assert saved(r)[-1] == 6
 
     with pytest.MonkeyPatch.context() as patch:
-        strike(patch, trainer, "save_drafter", signal.SIGTERM)
+        strike(patch, export, "save_drafter", signal.SIGTERM)
         assert cli.guarded(lambda: run(r)) == 0  # the export is finished
     assert_same(weights(r), undisturbed)
     assert "Ctrl-C again" not in capsys.readouterr().out
