@@ -16,7 +16,7 @@ from kvshot_ds.errors import ConfigError
 from kvshot_ds.files import JsonError, read_json
 from kvshot_ds.training import status
 from kvshot_ds.training.status import Status
-from kvshot_ds.typed import parse
+from kvshot_ds.typed import dotted, parse
 
 State = Literal["running", "exporting", "complete", "stopped", "failed", "gone", "silent", "unknown"]
 MEANING: dict[State, str] = {
@@ -147,10 +147,10 @@ def read_page(folder: Path) -> RunPage:
     recipe = _recipe(folder)
     family = recipe["train"]["drafter"]["family"]
     try:
-        defaults = _flat(TrainConfig.model_validate({"drafter": {"family": family}}).model_dump(mode="json"))
+        defaults = dotted(TrainConfig.model_validate({"drafter": {"family": family}}).model_dump(mode="json"))
     except ValueError:  # a family that this version does not know
         defaults = {}
-    train = _flat(recipe["train"])
+    train = dotted(recipe["train"])
     options = {f"train.{name}": value for name, value in train.items() if name == "drafter.family" or name not in defaults or defaults[name] != value}
     return RunPage(line, options, points(folder / "tensorboard"), _heldout(folder / "heldout.json"), checkpoints(folder / "checkpoints"))
 
@@ -217,12 +217,6 @@ def _done(folder: Path) -> _Done:
 
 def _written(folder: Path) -> float | None:
     return max((path.stat().st_mtime for path in (folder / "tensorboard").glob("*")), default=None)
-
-
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    if isinstance(value, dict) and value:
-        return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{name}.{key}".lstrip(".")).items()}
-    return {name: value}
 
 
 def to_json(value: RunLine | RunPage) -> dict[str, Any]:

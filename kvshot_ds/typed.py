@@ -1,4 +1,4 @@
-"""What was read from JSON as the dataclass it should be, or one line that names the field."""
+"""What was read from JSON as the dataclass it should be, or one line that names the field; and nested options by dotted names."""
 
 from __future__ import annotations
 
@@ -23,3 +23,10 @@ def parse(kind: type[T], value: Any) -> T:
         place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).removeprefix(".")
         found = "" if first["type"] == "missing" else f", found {repr(first['input'])[:80]}"
         raise ValueError(f"{place or 'the whole'}: {first['msg'][0].lower()}{first['msg'][1:]}{found}") from None
+
+
+def dotted(value: Any, name: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted names below `name`; an empty mapping is a value."""
+    if isinstance(value, dict) and value:
+        return {k: v for key, inner in value.items() for k, v in dotted(inner, f"{name}.{key}".lstrip(".")).items()}
+    return {name: value}

@@ -25,6 +25,7 @@ from kvshot_ds.features.verify import manifest_facts, quarantine
 from kvshot_ds.features.walk import TarError, Walk, opened
 from kvshot_ds.files import AnyPath, aside, exists, filesystem, location, names, put, read_bytes, read_json, size, storage_errors, write_atomic, write_json
 from kvshot_ds.provenance import origin
+from kvshot_ds.typed import dotted
 
 _BY_LINE = re.compile(r"(train|heldout)-\d{8}")
 _SHOWN = 10  # of a list in an error
@@ -184,12 +185,8 @@ def _same_kind(sources: Sequence[Source]) -> None:
 
 def _kind(manifest: Manifest) -> dict[str, Any]:
     """Dotted names and values of all that has to be the same."""
-
-    def flat(value: Any, name: str) -> dict[str, Any]:
-        return {k: v for key, inner in value.items() for k, v in flat(inner, f"{name}.{key}").items()} if isinstance(value, dict) else {name: value}
-
     parts = {"target_digest": manifest.target_digest, "tokenizer_digest": manifest.tokenizer_digest}
-    return parts | flat(asdict(manifest.geometry), "geometry") | flat(asdict(manifest.spec), "spec")
+    return parts | dotted(asdict(manifest.geometry), "geometry") | dotted(asdict(manifest.spec), "spec")
 
 
 def _keys(source: Source, split: Split) -> set[str]:

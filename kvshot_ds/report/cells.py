@@ -17,6 +17,7 @@ from kvshot_ds.config import EvalConfig, Recipe, load_recipe
 from kvshot_ds.metrics import Spread, Statistic, StepCounts, over_seeds_all, paired_over_seeds
 from kvshot_ds.report.families import Drafter, rank, styles
 from kvshot_ds.report.gather import Conversations, Run
+from kvshot_ds.typed import dotted
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,20 +90,12 @@ def fresh_styles(groups: Sequence[Group]) -> dict[Group, int]:
 
 def shaping(recipe: Recipe) -> dict[str, Any]:
     """Dotted options of training that shape the weights, without the seed. A warm start counts by what its source was trained with, where that is on record."""
-    options = flat(recipe.train.shaping())
+    options = dotted(recipe.train.shaping())
     options.pop("seed", None)
     source = recipe.train.init.warm_start
     if source and (Path(source) / "recipe.yaml").is_file():
         options["init.warm_start"] = shaping(load_recipe(Path(source) / "recipe.yaml"))
     return options
-
-
-def flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted names."""
-    out: dict[str, Any] = {}
-    for key, inner in value.items():
-        out |= flat(inner, f"{prefix}{key}.") if isinstance(inner, dict) and inner else {f"{prefix}{key}": inner}
-    return out
 
 
 def _names(cells: Sequence[tuple[tuple[Run, ...], dict[str, Any]]]) -> list[str]:

@@ -8,6 +8,7 @@ from kvshot_ds.config import Recipe
 from kvshot_ds.errors import ConfigError
 from kvshot_ds.provenance import stamp
 from kvshot_ds.sweep.folder import SweepFolder, Trial
+from kvshot_ds.typed import dotted
 
 _FREE = {"seeds", "parallel", "retries", "diagnose", "keep_checkpoints", "baseline", "controls", "halving"}  # of the section sweep
 
@@ -36,11 +37,4 @@ def _shape(recipe: Recipe) -> dict[str, Any]:
     """Dotted option -> value, of those that make a sweep another one."""
     train, sweep = recipe.train.shaping(), recipe.sweep.model_dump(mode="json", exclude=_FREE)
     del train["seed"]  # that of each trial counts
-    return _flat({"train": train, "sweep": sweep, "eval": recipe.eval.model_dump(mode="json")})
-
-
-def _flat(options: dict[str, Any], under: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in options.items():
-        found |= _flat(value, f"{under}{key}.") if isinstance(value, dict) else {f"{under}{key}": value}
-    return found
+    return dotted({"train": train, "sweep": sweep, "eval": recipe.eval.model_dump(mode="json")})

@@ -25,12 +25,11 @@ from kvshot_ds.sweep.halving import Halving
 from kvshot_ds.training.account import Zero
 from kvshot_ds.training.actors import wanted
 from kvshot_ds.training.checkpoint import exists
-from kvshot_ds.training.plan import Hardware, Plan
+from kvshot_ds.training.plan import Hardware, Plan, mib
 from kvshot_ds.training.schedule import chosen
 
 MFU = 0.3  # share of the peak that is reached, where nothing was measured
 _POINT = 8_000  # bytes of a TensorBoard point: about 80 values
-_MIB = 1 << 20
 _FEW = 6  # cells left out that are named
 _OTHERS = "Run folders depend on the data and will bear other names"
 
@@ -225,8 +224,8 @@ def _disk(recipe: Recipe, plans: Sequence[Plan], trials: int, room: int) -> str:
     short = "; NOT ENOUGH" if free < drafters + kept + logs else ""
     checkpoints = "checkpoints of all" if recipe.sweep.keep_checkpoints else f"checkpoints of {min(room, trials)} at once"
     return (
-        f"disk at its most: {_mib(drafters + kept + logs)} MiB: drafters {_mib(drafters)}, {checkpoints} {_mib(kept)}, logs {_mib(logs)}; "
-        f"free below {folder}: {_mib(free)} MiB{short}"
+        f"disk at its most: {mib(drafters + kept + logs)} MiB: drafters {mib(drafters)}, {checkpoints} {mib(kept)}, logs {mib(logs)}; "
+        f"free below {folder}: {mib(free)} MiB{short}"
     )
 
 
@@ -253,7 +252,7 @@ def _at_once(recipe: Recipe, most: Plan | None) -> tuple[int, str]:
         fits[f"{gpus} GPUs"] = int(gpus // (r.gpus_per_rank * r.ranks))
     elif most is not None:
         free = psutil.virtual_memory().available
-        fits[f"{_mib(free)} MiB of free memory"] = int(free // (most.account.bytes * r.ranks))
+        fits[f"{mib(free)} MiB of free memory"] = int(free // (most.account.bytes * r.ranks))
     if recipe.sweep.parallel:
         fits[f"sweep.parallel={recipe.sweep.parallel}"] = recipe.sweep.parallel
     room = min(fits.values())
@@ -293,10 +292,6 @@ def _memory(p: Plan) -> str:
     a, where = p.account, "the CPU" if p.hardware.on_cpu else "the accelerator"
     parts = {part: device + host * a.on_cpu for part, (device, host) in a.peak.items()}
     largest = sorted(parts, key=lambda part: -parts[part])[:3]
-    shown = ", ".join(f"{part} {_mib(parts[part])}" for part in largest)
+    shown = ", ".join(f"{part} {mib(parts[part])}" for part in largest)
     drafter = f"{p.recipe.train.drafter.family}, depth {p.recipe.train.drafter.depth}"
-    return f"{drafter}: about {_mib(a.bytes)} MiB of {where} for each rank ({shown}; Python and libraries come on top)"
-
-
-def _mib(n: float) -> str:
-    return f"{n / _MIB:,.0f}"
+    return f"{drafter}: about {mib(a.bytes)} MiB of {where} for each rank ({shown}; Python and libraries come on top)"

@@ -141,7 +141,7 @@ def _memory(a: Account) -> list[str]:
     where = "while the weights are updated" if a.peak is a.update else f"in the forward and backward pass of {a.tokens:,} tokens"
     return [
         f"memory of a rank at its most, {where} [MiB]; without Python, libraries, CUDA's own and fragmentation",
-        *aligned([["", *(["CPU"] if a.on_cpu else ["accelerator", "host"])], *([part, *map(_mib, sizes)] for part, sizes in parts.items())]),
+        *aligned([["", *(["CPU"] if a.on_cpu else ["accelerator", "host"])], *([part, *map(mib, sizes)] for part, sizes in parts.items())]),
     ]
 
 
@@ -158,8 +158,9 @@ def _estimates(p: Plan) -> list[str]:
         host, device = estimate_zero2_model_states_mem_needs(sum(a.trainable), each, nodes, offload)
     else:
         return ["DeepSpeed has no estimate for ZeRO-0"]
-    return [f"DeepSpeed's own estimate of weights, gradients and optimizer alone: {_mib(device)} MiB of a rank, {_mib(host)} MiB of a host of {each} rank(s)"]
+    return [f"DeepSpeed's own estimate of weights, gradients and optimizer alone: {mib(device)} MiB of a rank, {mib(host)} MiB of a host of {each} rank(s)"]
 
 
-def _mib(n: float) -> str:
+def mib(n: float) -> str:
+    """Bytes as MiB, in whole numbers."""
     return f"{n / (1 << 20):,.0f}"

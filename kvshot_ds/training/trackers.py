@@ -16,6 +16,7 @@ from kvshot_ds.config import Recipe, TrainConfig, dump_recipe
 from kvshot_ds.errors import ConfigError
 from kvshot_ds.files import read_object, write_json
 from kvshot_ds.training.status import State
+from kvshot_ds.typed import dotted
 
 Value = bool | int | float | str
 
@@ -46,13 +47,7 @@ class Tracker(Protocol):
 
 def options(config: TrainConfig) -> dict[str, Value]:
     """What shapes the weights, flat, as trackers compare runs by it."""
-
-    def flat(value: Any, name: str) -> dict[str, Value]:
-        if isinstance(value, dict):
-            return {k: v for key, inner in value.items() for k, v in flat(inner, f"{name}.{key}".lstrip(".")).items()}
-        return {name: value if isinstance(value, Value) else str(value)}
-
-    return flat(config.shaping(), "")
+    return {name: value if isinstance(value, Value) else str(value) for name, value in dotted(config.shaping()).items()}
 
 
 def require(names: tuple[str, ...]) -> None:
