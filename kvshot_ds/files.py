@@ -397,3 +397,11 @@ def read_object(path: AnyPath) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise JsonError(f"{path}: expected a JSON object, found {type(found).__name__}: damaged; delete it and run the command that wrote it again")
     return found
+
+
+def glimpse(path: AnyPath) -> dict[str, Any]:
+    """The JSON object in `path`; {} where there is none that can be read: a process may be writing it, or an older version wrote it."""
+    try:
+        return read_object(path)
+    except (OSError, JsonError):
+        return {}

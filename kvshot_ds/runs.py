@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml
 
 from kvshot_ds.errors import ConfigError
-from kvshot_ds.files import JsonError, read_json
+from kvshot_ds.files import glimpse
 from kvshot_ds.training import status
 from kvshot_ds.training.status import Status
 from kvshot_ds.typed import dotted, parse
@@ -172,7 +172,7 @@ def points(folder: Path) -> dict[int, dict[str, float]]:
 
 def _heldout(path: Path) -> dict[int, dict[str, float]]:
     try:
-        return parse(dict[int, dict[str, float]], _json(path))
+        return parse(dict[int, dict[str, float]], glimpse(path))
     except ValueError:
         return {}
 
@@ -196,18 +196,9 @@ def _recipe(folder: Path) -> dict[str, Any]:
     return dict(found)
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """{} where there is no readable file: a run may be writing, or older."""
-    try:
-        found = read_json(path)
-    except (OSError, JsonError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _done(folder: Path) -> _Done:
     """What train.json tells, as far as it can be read; older versions wrote the step of a later start alone."""
-    found = _json(folder / "train.json")
+    found = glimpse(folder / "train.json")
     try:
         starts = [start["step"] if isinstance(start, dict) else start for start in found.get("resumed_from", ())]
         return parse(_Done, {"steps": found.get("steps"), "ranks": found.get("world_size"), "resumed_from": starts})
@@ -266,7 +257,7 @@ def page(found: RunPage) -> list[str]:
         rows += [(str(step), *(_number(values.get(f"heldout/{tag}"), 3) for tag in tags)) for step, values in sorted(found.heldout.items())[-_LAST:]]
         out += ["", "held-out", *(f"  {text}" for text in _aligned(rows))]
     if found.checkpoints:
-        best = _json(Path(line.folder) / "checkpoints" / "best.json")
+        best = glimpse(Path(line.folder) / "checkpoints" / "best.json")
         chosen = f"  (best: {best.get('metric')} {_number(best.get('value'), 3)})"
         notes = [("  (continues from here)" if c.current else "") + (chosen if c.step == best.get("step") else "") for c in found.checkpoints]
         out += ["", "checkpoints", *(f"  {c.folder}{note}" for c, note in zip(found.checkpoints, notes, strict=True))]

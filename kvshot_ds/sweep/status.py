@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvshot_ds.files import JsonError, read_json
+from kvshot_ds.files import glimpse
 from kvshot_ds.sweep.folder import Driver, Progress, SweepFolder, Trial, TrialState
 from kvshot_ds.training import status
 
@@ -154,7 +154,7 @@ def _lives(driver: Driver) -> bool:
 
 def _line(sweep: SweepFolder, trial: Trial, state: TrialState, driver: DriverState, now: float) -> TrialLine:
     folder = sweep.run_dir(trial)
-    done = _json(folder / "train.json")
+    done = glimpse(folder / "train.json")
     run = None if done else status.read(folder)
     steps = (done.get("steps"),) * 2 if done else (run.step, run.steps) if run else (None, None)
     scalars: Mapping[str, float | None] = run.scalars if run else {}
@@ -188,10 +188,10 @@ def _state(state: TrialState, driver: DriverState, trained: bool, training: bool
 
 def _mat(folder: Path, scalars: Mapping[str, float | None]) -> tuple[float | None, Literal["eval", "held-out", "train"] | None]:
     """The best that is known: by `kvshot eval`, at the newest look during training, or on the conversations trained on."""
-    evaluated = _json(folder / "eval.json").get("mat")
+    evaluated = glimpse(folder / "eval.json").get("mat")
     if isinstance(evaluated, dict) and isinstance(evaluated.get("value"), float):
         return evaluated["value"], "eval"
-    looks = _json(folder / "heldout.json")
+    looks = glimpse(folder / "heldout.json")
     newest = looks[max(looks, key=int)] if looks and all(step.isdecimal() for step in looks) else {}
     if isinstance(newest, dict) and isinstance(newest.get("heldout/mat"), float):
         return newest["heldout/mat"], "held-out"
@@ -283,15 +283,6 @@ def _mat_text(line: TrialLine) -> str:
 def _duration(seconds: float | None) -> str:
     """h:mm:ss"""
     return "–" if seconds is None else f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """{} where there is no readable file: a trial may be writing."""
-    try:
-        found = read_json(path)
-    except (OSError, JsonError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _pause() -> None:
