@@ -42,7 +42,7 @@ def describe(recipe: Recipe | None, target_shape: str | None, table: bool, conte
         raise ConfigError("nothing to describe: name a recipe, or give --all with --target-shape")
     name, g = target_of(recipe, target_shape)
     train = recipe.train if recipe else TrainConfig(draft_vocab_size=min(TrainConfig().draft_vocab_size, g.vocab_size))
-    length = recipe.decode.draft_length if recipe else train.objective.steps
+    length = recipe.decode.drafting.length if recipe else train.objective.steps
     heading = [
         f"target {name}: {g.num_layers} layers, width {g.hidden_size}, {g.heads}/{g.kv_heads} heads of {g.head_dim}, vocabulary {g.vocab_size:,}",
         f"draft vocabulary {train.draft_vocab_size:,}; context {context:,} tokens; {train.objective.steps} training steps; {length} proposals a round",

@@ -132,6 +132,15 @@ class Target:
         """Logits [B, N, V] of `tokens` [B, N], which follow what `cache` holds (and are appended to it)."""
         return self.model(tokens, attention_mask=attention_mask, use_cache=cache is not None, **{_CACHE: cache}).logits
 
+    def last_hidden(self, tokens: torch.Tensor, cache: Cache, positions: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """States entering the head [B, N, d] of `tokens` [B, N] at `positions` [B, N]. mask [B, 1, N, T] bool: the keys each
+        sees of those that `cache` returns; None: causal from an empty cache, everything for one token."""
+        return self.model.model(tokens, attention_mask=mask, position_ids=positions, use_cache=True, **{_CACHE: cache}).last_hidden_state
+
+    def head(self, states: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V] of the states entering the head [..., d]."""
+        return self.model.get_output_embeddings()(states)
+
     @contextmanager
     def watch(self, layers: Iterable[int]) -> Iterator[dict[int, torch.Tensor]]:
         """While the context is open, every forward of the model leaves the outputs of `layers` in the yielded dict:

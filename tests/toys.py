@@ -34,7 +34,7 @@ FAMILIES: dict[str, AnyDrafterConfig] = {
     "hybrid-1": HybridConfig(),
     "hybrid-2": HybridConfig(depth=2, gate={"init": "bias:-1"}, kv={"projector_init": "random"}),
     "hybrid-per_head": HybridConfig(gate={"kind": "per_head"}, kv={"injection": "head_concat"}),
-    "hybrid-scalar": HybridConfig(depth=2, gate={"kind": "scalar"}, fc_norm=True, norm_output=True),
+    "hybrid-scalar": HybridConfig(depth=2, gate={"kind": "scalar"}, fc_norm=True, norm_output=True, norm_before_residual=True),
     "hybrid-no_gate": HybridConfig(gate={"kind": "none"}, kv={"injection": "hidden_to_kv", "projector_init": "random"}),
     "hybrid-cross_only": HybridConfig(depth=2, cross_only=True),
     "mtp": HiddenOnlyConfig(hidden_layers="last"),

@@ -31,13 +31,15 @@ from kvshot_ds.config.preparation import (
     TemplateConfig,
 )
 from kvshot_ds.config.recipe import Recipe, dump_recipe, load_recipe, merge, parse_override
-from kvshot_ds.config.stages import CaptureConfig, DecodeConfig, EvalConfig, FeatureConfig, RayConfig, ReportConfig, StoreConfig, TargetConfig
+from kvshot_ds.config.serving import BenchConfig, DecodeConfig, DraftingConfig, LatencyConfig, SamplingConfig, ServeConfig
+from kvshot_ds.config.stages import CaptureConfig, EvalConfig, FeatureConfig, RayConfig, ReportConfig, StoreConfig, TargetConfig
 from kvshot_ds.config.sweep import ALIASES, DiagnoseConfig, HalvingConfig, SweepConfig
 from kvshot_ds.config.training import GroupConfig, InitConfig, ObjectiveConfig, OptimConfig, TrainConfig
 
 __all__ = [
     "ALIASES",
     "AnyDrafterConfig",
+    "BenchConfig",
     "BlockConfig",
     "CaptureConfig",
     "CleaningConfig",
@@ -45,6 +47,7 @@ __all__ = [
     "DecodeConfig",
     "DiagnoseConfig",
     "DrafterConfig",
+    "DraftingConfig",
     "Dtype",
     "EndpointConfig",
     "EvalConfig",
@@ -59,6 +62,7 @@ __all__ = [
     "KVBlockConfig",
     "KVOnlyConfig",
     "KVSourceConfig",
+    "LatencyConfig",
     "Layers",
     "ObjectiveConfig",
     "OptimConfig",
@@ -68,7 +72,9 @@ __all__ = [
     "RegenerateConfig",
     "ReportConfig",
     "Rule",
+    "SamplingConfig",
     "Section",
+    "ServeConfig",
     "SourceConfig",
     "Storage",
     "StoreConfig",

@@ -21,6 +21,7 @@ class HiddenOnlyConfig(Section):
     hidden_layers: HiddenLayers = Field("eagle3", description=_HIDDEN_LAYERS)
     fc_norm: bool = Field(False, description="EAGLE-3.1 (arXiv 2605.09992): each fused hidden state has an RMSNorm of its own before fc")
     norm_output: bool = Field(False, description="EAGLE-3.1: the next step receives the hidden state after the final norm, not before it")
+    norm_before_residual: bool = Field(False, description="the first layer adds its attention to the normed hidden state, as speculators trains it")
 
 
 class KVSourceConfig(Section):
@@ -142,6 +143,7 @@ class HybridConfig(Section):
     hidden_layers: HiddenLayers = Field("eagle3", description=_HIDDEN_LAYERS)
     fc_norm: bool = Field(False, description="each fused hidden state has an RMSNorm of its own before fc")
     norm_output: bool = Field(False, description="the next step receives the hidden state after the final norm, not before it")
+    norm_before_residual: bool = Field(False, description="the first layer adds its attention to the normed hidden state, not to the hidden state itself")
     kv: KVSourceConfig = Field(default_factory=KVSourceConfig, description="memory read by the cross path")
     gate: GateConfig = Field(default_factory=GateConfig, description="the gate")
     cross_only: bool = Field(False, description="leave the self path out: h = o (control)")

@@ -11,7 +11,8 @@ from upath import UPath
 
 from kvshot_ds.config.base import Section
 from kvshot_ds.config.preparation import PrepConfig
-from kvshot_ds.config.stages import CaptureConfig, DecodeConfig, EvalConfig, RayConfig, ReportConfig, TargetConfig
+from kvshot_ds.config.serving import BenchConfig, DecodeConfig, ServeConfig
+from kvshot_ds.config.stages import CaptureConfig, EvalConfig, RayConfig, ReportConfig, TargetConfig
 from kvshot_ds.config.sweep import DiagnoseConfig, SweepConfig
 from kvshot_ds.config.training import TrainConfig
 from kvshot_ds.errors import ConfigError
@@ -51,6 +52,8 @@ class Recipe(Section):
     sweep: SweepConfig = Field(default_factory=SweepConfig, description="kvshot sweep run")
     diagnose: DiagnoseConfig = Field(default_factory=DiagnoseConfig, description="kvshot diagnose")
     decode: DecodeConfig = Field(default_factory=DecodeConfig, description="kvshot decode")
+    bench: BenchConfig = Field(default_factory=BenchConfig, description="kvshot bench")
+    serve: ServeConfig = Field(default_factory=ServeConfig, description="kvshot serve")
     report: ReportConfig = Field(default_factory=ReportConfig, description="kvshot report")
 
     @property

@@ -1,4 +1,4 @@
-"""Options of every command but preparation and training: target, capture, eval, decode, report."""
+"""Options of every command but preparation and training and decoding: target, capture, eval, report."""
 
 from __future__ import annotations
 
@@ -83,16 +83,12 @@ class EvalConfig(Section):
     confidence: float = Field(0.95, gt=0.5, lt=1, description="coverage of the intervals")
     max_conversations: int = Field(0, ge=0, description="evaluate so many held-out conversations; 0 means all")
     seed: int = Field(0, ge=0, lt=1 << 63, description="seed of the bootstrap")
-
-
-class DecodeConfig(Section):
-    """Real speculative decoding on held-out prompts, checked against the target's own generate."""
-
-    drafters: tuple[Path, ...] = Field((), description="run folders or exported drafter folders; empty means this recipe's own run")
-    max_prompts: int = Field(20, ge=1, description="held-out prompts decoded")
-    max_new_tokens: int = Field(64, ge=1, description="tokens generated for each prompt [tokens]")
-    draft_length: int = Field(7, ge=1, description="tokens proposed per round")
-    dtype: Dtype = Field("fp32", description="dtype of target and drafter while decoding; the token-for-token check is exact in fp32")
+    serving_prompts: int = Field(40, ge=2, description="held-out prompts decoded by kvshot eval --serving-check")
+    serving_tolerance: float = Field(
+        0.02,
+        ge=0,
+        description="kvshot eval --serving-check: difference in joint MAT that rounding may make; smaller ones pass, whatever their interval [tokens]",
+    )
 
 
 class ReportConfig(Section):

@@ -1,49 +1,58 @@
-"""`kvshot decode`: speculative decoding on held-out prompts, compared token for token with the target's own `generate`."""
+"""`kvshot decode`: speculative decoding on held-out prompts, compared token for token with what the target alone gives."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tqdm import tqdm
 
-from kvshot_ds.config import DecodeConfig, Recipe
-from kvshot_ds.decoding.chain import Decoded, decode
-from kvshot_ds.decoding.state import last_logits
+from kvshot_ds import metrics
+from kvshot_ds.config import DecodeConfig, DraftingConfig, EvalConfig, Recipe, SamplingConfig
+from kvshot_ds.decoding.acceptance import accepted_histogram, committed_counts, conditional_counts, decoding_counts
+from kvshot_ds.decoding.engine import Engine
+from kvshot_ds.decoding.prompts import Prompt, read_prompts, reference, stop_tokens
+from kvshot_ds.decoding.rounds import Decoded
+from kvshot_ds.decoding.sampling import Use, gumbel, keys, warp
 from kvshot_ds.drafters.base import Drafter
 from kvshot_ds.drafters.build import drafters_for, load_drafter
-from kvshot_ds.errors import ConfigError, KvshotError
+from kvshot_ds.errors import KvshotError
 from kvshot_ds.features.spec import DTYPES
 from kvshot_ds.files import read_json, write_json
-from kvshot_ds.metrics import StepCounts, alpha_at, bootstrap
 from kvshot_ds.provenance import digest, origin
 from kvshot_ds.target import Target, load_geometry, weights_digest
 
+__all__ = ["Compared", "Prompt", "compare", "difference", "read_prompts", "reference", "run", "stop_tokens", "summary", "table"]
+
 _WARM_UP = 8  # tokens decoded both ways before the first prompt is timed
 _TIE = 1e-2  # logit margin that two orders of summation can overturn in fp32; a difference at a larger one is a fault
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """What stands before the first answer of one held-out conversation. id: the conversation's."""
-
-    id: str
-    tokens: tuple[int, ...]
+Against = Literal["generate", "own loop"]
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One prompt decoded both ways. generated: tokens of the target's `generate`, which took generate_seconds."""
+    """One prompt decoded both ways. number: names it to the noise of sampling. alone: tokens of the target alone."""
 
     prompt: Prompt
+    number: int
     drafted: Decoded
-    generated: list[int]
-    generate_seconds: float
+    alone: list[int]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All prompts. seconds: wall time of all batches with the drafter, of this the time in the drafter and in the target (prefill included), and wall time
+    of the target alone."""
+
+    each: tuple[Compared, ...]
+    drafted: float
+    draft: float
+    verify: float
+    alone: float
 
 
 def run(recipe: Recipe) -> dict[str, dict[str, Any]]:
@@ -89,183 +98,162 @@ def _stamp(recipe: Recipe, folder: Path, target_digest: str, prompts: Sequence[P
     return digest(options, repr((interval.bootstrap, interval.confidence, interval.seed)), recipe.target.device, target_digest, weights_digest(folder), data)
 
 
-def read_prompts(path: Path, options: DecodeConfig, context: int) -> tuple[list[Prompt], list[dict[str, str]]]:
-    """The first `max_prompts` usable prompts of `path` in file order, and those passed over before them: {id, reason}.
+def checked(drafting: DraftingConfig, sampling: SamplingConfig) -> bool:
+    """Whether the text is the target's alone, token for token: not where drafts are drawn, and settled by rejection; then only the distribution is."""
+    return sampling.greedy or sampling.scheme == "coupled" or drafting.strategy != "chain"
 
-    Raises ConfigError if the file is missing or holds no usable prompt, KvshotError on a line that `kvshot prep` has not written.
+
+def compare(target: Target, drafter: Drafter, prompts: Sequence[Prompt], options: DecodeConfig, name: str) -> Comparison:
+    """Every batch of prompts decoded both ways. Which way comes first alternates, so that neither always finds warm caches.
+
+    The target alone is its own greedy `generate`, one prompt after the other; with a temperature our own loop with the same seed and batch.
     """
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file; run `kvshot prep` first")
-    prompts: list[Prompt] = []
-    skipped: list[dict[str, str]] = []
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if len(prompts) == options.max_prompts:
-                break
-            try:
-                record = json.loads(line)
-                name, tokens, turn = str(record["id"]), record["tokens"], record["turn"]
-                if not all(type(n) is int and n >= 0 for part in (tokens, turn) for n in part):
-                    raise ValueError("tokens and turn must be lists of numbers")
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                found = f"{type(error).__name__}: {error}"
-                raise KvshotError(f"{path}:{number}: expected a conversation as `kvshot prep` writes it, found {found}; prepare again") from None
-            first = next((i for i, n in enumerate(turn) if n), None)
-            if not first:
-                skipped.append({"id": name, "reason": "it has no assistant turn" if first is None else "nothing stands before its first answer"})
-            elif first + options.max_new_tokens > context:
-                reason = f"a prompt of {first} tokens and decode.max_new_tokens={options.max_new_tokens} exceed the target's context of {context}"
-                skipped.append({"id": name, "reason": reason})
-            else:
-                prompts.append(Prompt(name, tuple(tokens[:first])))
-    if prompts:
-        return prompts, skipped
-    if skipped:
-        raise ConfigError(f"{path}: none of the {len(skipped)} held-out conversations gives a prompt; the first: {skipped[0]['reason']}")
-    raise ConfigError(f"{path}: no held-out conversations; prepare with prep.heldout_fraction > 0")
+    stop, plain = stop_tokens(target), SamplingConfig() if options.sampling.greedy else options.sampling
+    engine, loop = Engine(target, drafter, options.drafting, options.sampling), Engine(target, None, options.drafting, plain)
+    seconds = {"drafted": 0.0, "draft": 0.0, "verify": 0.0, "alone": 0.0}
 
-
-def stop_tokens(target: Target) -> frozenset[int]:
-    """End tokens of the target's generation_config.json, or its tokenizer's if that names none."""
-    found = target.model.generation_config.eos_token_id
-    if found is None:
-        found = target.tokenizer.eos_token_id
-    return frozenset(() if found is None else [found] if isinstance(found, int) else found)
-
-
-def reference(target: Target, prompt: Sequence[int], max_new_tokens: int, stop: Collection[int]) -> list[int]:
-    """The target's own greedy `generate`: new tokens, a stop token included.
-
-    The arg-max of its plain logits: a repetition penalty or the like in its generation_config.json is left out.
-    """
-    from transformers import GenerationConfig
-
-    model, ids = target.model, torch.tensor([prompt], device=target.device)
-    plain = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=sorted(stop) or None, pad_token_id=min(stop, default=0))
-    own, model.generation_config = model.generation_config, GenerationConfig()  # its own would fill whatever `plain` leaves open
-    try:
-        return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=plain)[0, len(prompt) :].tolist()
-    finally:
-        model.generation_config = own
-
-
-def compare(target: Target, drafter: Drafter, prompts: Sequence[Prompt], options: DecodeConfig, name: str) -> list[Compared]:
-    """Every prompt decoded both ways. Which way comes first alternates, so that neither always finds warm caches."""
-    stop = stop_tokens(target)
-
-    def drafted(prompt: Prompt, length: int) -> Decoded:
-        return decode(target, drafter, prompt.tokens, length, options.draft_length, stop)
-
-    def generated(prompt: Prompt, length: int) -> tuple[list[int], float]:
+    def drafted(batch: Sequence[Prompt], first: int, length: int) -> list[Decoded]:
         started = time.perf_counter()
-        tokens = reference(target, prompt.tokens, length, stop)
-        return tokens, time.perf_counter() - started
+        out = engine.decode([p.tokens for p in batch], length, stop, range(first, first + len(batch)))
+        longest = max(out, key=lambda d: len(d.rounds))  # took part in every forward, each of which reports the time of the whole batch
+        seconds["drafted"] += time.perf_counter() - started
+        seconds["draft"] += longest.draft_seconds
+        seconds["verify"] += longest.verify_seconds
+        return out
 
-    warm_up = min(_WARM_UP, options.max_new_tokens)
-    drafted(prompts[0], warm_up)
-    generated(prompts[0], warm_up)
-    out = []
-    for i, prompt in enumerate(tqdm(prompts, desc=f"decode {name}", unit="prompt", mininterval=2)):
-        if i % 2:
-            own = generated(prompt, options.max_new_tokens)
-            ours = drafted(prompt, options.max_new_tokens)
+    def alone(batch: Sequence[Prompt], first: int, length: int) -> list[list[int]]:
+        started = time.perf_counter()
+        if options.sampling.greedy:
+            out = [reference(target, p.tokens, length, stop) for p in batch]
         else:
-            ours = drafted(prompt, options.max_new_tokens)
-            own = generated(prompt, options.max_new_tokens)
-        out.append(Compared(prompt, ours, *own))
-    return out
+            out = [d.tokens for d in loop.decode([p.tokens for p in batch], length, stop, range(first, first + len(batch)))]
+        seconds["alone"] += time.perf_counter() - started
+        return out
+
+    batches = [(prompts[at : at + options.batch], at) for at in range(0, len(prompts), options.batch)]
+    for way in (drafted, alone):
+        way(*batches[0], min(_WARM_UP, options.max_new_tokens))
+    seconds = dict.fromkeys(seconds, 0.0)
+    each = []
+    for i, (batch, first) in enumerate(tqdm(batches, desc=f"decode {name}", unit="batch", mininterval=2)):
+        if i % 2:
+            own, ours = alone(batch, first, options.max_new_tokens), drafted(batch, first, options.max_new_tokens)
+        else:
+            ours, own = drafted(batch, first, options.max_new_tokens), alone(batch, first, options.max_new_tokens)
+        each += [Compared(p, first + n, d, a) for n, (p, d, a) in enumerate(zip(batch, ours, own, strict=True))]
+    return Comparison(tuple(each), **seconds)
 
 
 @torch.inference_mode()
-def difference(target: Target, c: Compared) -> dict[str, Any] | None:
-    """Where the two outputs part, or None: position among the new tokens, both tokens (None: ended), and the margin.
+def difference(target: Target, prompt: Sequence[int], ours: Sequence[int], own: Sequence[int], sampling: SamplingConfig, number: int) -> dict[str, Any] | None:
+    """Where two outputs part, or None: position among the new tokens, both tokens (None: ended), and the margin.
 
-    margin: top-1 minus top-2 logit there, from one forward over everything before. A margin at the level of rounding
-    means a tie, which two orders of summation may settle differently; a larger one means a fault.
+    ours, own: new tokens with a drafter and of the target alone. margin: best minus second-best score there, from one forward over everything before: logits,
+    with a temperature the filtered log-probabilities and the noise of sequence `number`. A margin at the level of rounding means a tie, which two
+    orders of summation may settle differently; a larger one means a fault.
     """
-    ours, own = c.drafted.tokens, c.generated
-    if ours == own:
+    if list(ours) == list(own):
         return None
     at = next((i for i, (a, b) in enumerate(zip(ours, own, strict=False)) if a != b), min(len(ours), len(own)))
-    before = torch.tensor([*c.prompt.tokens, *own[:at]], device=target.device)
-    first, second = last_logits(target, before).float().topk(2).values.tolist()
-    ends = {"drafted": ours[at] if at < len(ours) else None, "generate": own[at] if at < len(own) else None}
-    return {"id": c.prompt.id, "position": at, **ends, "margin": first - second}
+    before = torch.tensor([[*prompt, *own[:at]]], device=target.device)
+    scores = target.forward(before)[0, -1].float()
+    if not sampling.greedy:
+        place = torch.tensor([before.shape[1]], device=target.device)
+        key = keys(sampling.seed, Use.CHOOSE, torch.tensor([number], device=target.device), place)
+        scores = warp(scores, sampling) + gumbel(key, torch.arange(len(scores), device=target.device))[0]
+    first, second = scores.topk(2).values.tolist()
+    return {"position": at, "drafted": ours[at] if at < len(ours) else None, "alone": own[at] if at < len(own) else None, "margin": first - second}
 
 
-def joint_counts(decoded: Decoded, draft_length: int) -> tuple[list[int], list[int]]:
-    """Per step k: rounds whose first k + 1 drafts were all accepted, and rounds that count at step k; both [K].
-
-    A round counts at step k iff it drafted more than k tokens and the token judged at step k, the (k + 1)-th after the
-    round's bonus token, exists in the finished output. It is the rule of held-out rows (the label lies in the answer).
-    Whether a round counts thus never depends on what it accepted: one near the end of the answer, or near
-    `max_new_tokens`, leaves the same steps out when its drafts fail as when they are accepted.
-    """
-    right, counted = [0] * draft_length, [0] * draft_length
-    known = len(decoded.rounds[0].tokens)
-    for r in decoded.verifications:
-        for k in range(min(r.drafted, len(decoded.tokens) - known)):
-            counted[k] += 1
-            right[k] += r.accepted > k
-        known += len(r.tokens)
-    return right, counted
+def lossless(target: Target, compared: Sequence[Compared], options: DecodeConfig) -> dict[str, Any]:
+    """Of decode.json. against: what the outputs are compared with; None where none can be, and then neither number stands for anything."""
+    if not checked(options.drafting, options.sampling):
+        why = "drafts are drawn and settled by rejection: the distribution is the target's, the tokens are those of another draw"
+        return {"against": None, "why": why, "identical": 0, "different": 0, "cases": []}
+    found = [(c, difference(target, c.prompt.tokens, c.drafted.tokens, c.alone, options.sampling, c.number)) for c in compared]
+    cases = [{"id": c.prompt.id, **case} for c, case in found if case is not None]
+    against: Against = "generate" if options.sampling.greedy else "own loop"
+    return {"against": against, "why": "", "identical": len(compared) - len(cases), "different": len(cases), "cases": cases}
 
 
-def summary(recipe: Recipe, target: Target, compared: Sequence[Compared]) -> dict[str, Any]:
+def summary(recipe: Recipe, target: Target, compared: Comparison) -> dict[str, Any]:
     """decode.json.
 
-    tau: tokens committed per verification forward, ends of answers included; the prefill and its token stand aside.
-    histogram: verifications by accepted drafts, 0..K. accept_joint: `joint_counts`. tokens, target_forwards: all of
-    them, prefill included. seconds: drafted and generate are whole runs; draft and verify are the parts of drafted
-    spent in the drafter and in the target (prefill included).
+    levels: the most that a round proposed. tau: tokens committed per verification forward of a sequence, ends of answers included; the prefill
+    and its token stand aside. histogram: verifications by accepted drafts, 0 to `levels`. joint: rounds accepted down to step (level) k + 1, by the
+    rule of `joint_counts`; conditional: the same of those that had accepted all before. nodes: tokens verified a round besides the bonus token.
+    tokens, target_forwards: all of all sequences, prefill included. seconds: drafted and alone are whole runs; draft, verify and other
+    are the parts of drafted in the drafter, in the target (prefill included) and in neither.
     """
     options, how = recipe.decode, recipe.eval
-    cases = [case for c in compared if (case := difference(target, c)) is not None]
-    ours = [c.drafted for c in compared]
-    committed = [sum(len(r.tokens) for r in d.verifications) for d in ours]
-    tau = bootstrap(StepCounts.ratio(committed, [len(d.verifications) for d in ours]), alpha_at(0), how.bootstrap, how.confidence, how.seed)
-    histogram = [0] * (options.draft_length + 1)
-    for accepted in (a for d in ours for a in d.accepted):
-        histogram[accepted] += 1
-    joints = [joint_counts(d, options.draft_length) for d in ours]
-    right, counted = ([sum(column) for column in zip(*rows, strict=True)] for rows in zip(*joints, strict=True))
-    tokens, own_tokens = sum(len(d.tokens) for d in ours), sum(len(c.generated) for c in compared)
-    seconds = {
-        "drafted": sum(d.seconds for d in ours),
-        "generate": sum(c.generate_seconds for c in compared),
-        "draft": sum(d.draft_seconds for d in ours),
-        "verify": sum(d.verify_seconds for d in ours),
-    }
+    ours = [c.drafted for c in compared.each]
+    verifications = [r for d in ours for r in d.verifications]
+    levels = max((r.drafted for r in verifications), default=0)
+    tokens, own_tokens = sum(len(d.tokens) for d in ours), sum(len(c.alone) for c in compared.each)
+    seconds = {"drafted": compared.drafted, "alone": compared.alone, "draft": compared.draft, "verify": compared.verify}
     return {
-        "prompts": len(compared),
+        "prompts": len(compared.each),
         "max_new_tokens": options.max_new_tokens,
-        "draft_length": options.draft_length,
+        "strategy": options.drafting.strategy,
+        "drafting": options.drafting.model_dump(mode="json"),
+        "sampling": options.sampling.model_dump(mode="json"),
+        "batch": options.batch,
+        "levels": levels,
         "dtype": options.dtype,
         "device": target.device.type,
-        "lossless": {"identical": len(compared) - len(cases), "different": len(cases), "cases": cases},
-        "tau": tau.to_json(),
+        "lossless": lossless(target, compared.each, options),
+        "tau": metrics.bootstrap(committed_counts(ours), metrics.alpha_at(0), how.bootstrap, how.confidence, how.seed).to_json(),
         "confidence": how.confidence,
-        "histogram": histogram,
-        "accept_joint": [a / b if b else None for a, b in zip(right, counted, strict=True)],
+        "histogram": accepted_histogram(ours, levels),
+        **by_step(ours, levels, how),
+        "nodes": sum(r.nodes for r in verifications) / len(verifications) if verifications else None,
         "tokens": tokens,
         "target_forwards": sum(d.target_forwards for d in ours),
-        "seconds": seconds,
-        "tokens_per_second": {"drafted": tokens / seconds["drafted"], "generate": own_tokens / seconds["generate"]},
+        "seconds": {**seconds, "other": compared.drafted - compared.draft - compared.verify},
+        "tokens_per_second": {"drafted": tokens / seconds["drafted"], "alone": own_tokens / seconds["alone"]},
+    }
+
+
+def by_step(decoded: Sequence[Decoded], levels: int, options: EvalConfig) -> dict[str, list[dict[str, Any]]]:
+    """Joint and conditional acceptance by step, with counts; joint with its interval over prompts."""
+    if not levels:
+        return {"joint": [], "conditional": []}
+    counts = decoding_counts(decoded, levels)
+    total, at = counts.total(), [metrics.joint_at(k) for k in range(levels)]
+    joint = metrics.bootstrap_all(counts, at, options.bootstrap, options.confidence, options.seed)
+    conditional = enumerate(zip(*conditional_counts(decoded, levels), strict=True))
+    return {
+        "joint": [{"k": k, "num": int(total.joint[k]), "den": int(total.den[k]), **rate.to_json()} for k, rate in enumerate(joint)],
+        "conditional": [{"k": k, "num": right, "den": reached, "value": right / reached if reached else None} for k, (right, reached) in conditional],
     }
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """What a person wants to see of each decode.json, one line for each drafter."""
-    rows = [("drafter", "identical", "tau", "rounds by accepted drafts", "tokens/s drafted", "tokens/s generate", "skipped prompts")]
+    rows = [
+        (
+            "drafter",
+            "drafted by",
+            "identical",
+            "tau",
+            "rounds by accepted drafts",
+            "tokens/s drafted",
+            "tokens/s alone",
+            "draft/verify/other",
+            "skipped prompts",
+        )
+    ]
     for r in results:
-        tau, speed = r["tau"], r["tokens_per_second"]
+        tau, speed, seconds = r["tau"], r["tokens_per_second"], r["seconds"]
         ends = "" if tau["low"] is None else f" [{tau['low']:.2f}, {tau['high']:.2f}]"
-        identical = f"{r['lossless']['identical']} of {r['prompts']}"
+        identical = f"{r['lossless']['identical']} of {r['prompts']}" if r["lossless"]["against"] else "not comparable"
         value = "-" if tau["value"] is None else f"{tau['value']:.2f}{ends}"
-        speeds = f"{speed['drafted']:.1f}", f"{speed['generate']:.1f}"
-        rows.append((r["name"], identical, value, " ".join(map(str, r["histogram"])), *speeds, str(len(r["skipped"]))))
+        split = "/".join(f"{seconds[part] / seconds['drafted']:.0%}" for part in ("draft", "verify", "other"))
+        speeds = f"{speed['drafted']:.1f}", f"{speed['alone']:.1f}", split
+        rows.append((r["name"], r["strategy"], identical, value, " ".join(map(str, r["histogram"])), *speeds, str(len(r["skipped"]))))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     for r in results:
-        lines += [f"{r['name']}: {c['id']} differs at new token {c['position']} (logit margin {c['margin']:.2g})" for c in r["lossless"]["cases"]]
+        lines += [f"{r['name']}: {c['id']} differs at new token {c['position']} (margin {c['margin']:.2g})" for c in r["lossless"]["cases"]]
+        lines += [f"{r['name']}: not compared token for token: {r['lossless']['why']}"] if r["lossless"]["why"] else []
     return "\n".join(lines)

@@ -26,13 +26,15 @@ _TINY = 400  # multiplications below which torch does a batched product in a pla
 class Span:
     """Rows [row, row + count) of the query tensor, anchored at keys anchor, anchor + 1, … of a document starting at key `start`.
 
-    Row row + i sees the keys [start, anchor + i]. All numbers are flat indices on the host.
+    Row row + i sees the keys [start, anchor + i], or all rows see [start, anchor] if they are `together`: the nodes of a
+    draft tree. All numbers are flat indices on the host.
     """
 
     row: int
     count: int
     start: int
     anchor: int
+    together: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,9 @@ def _blocks(spans: Sequence[Span], b: int, square: int) -> Iterator[_Block]:
     """Kernel calls of `spans` with b queries a row: long runs of single queries use the kernel's own causality, other rows a mask."""
     near: list[Span] = []
     for s in spans:
+        if s.together:
+            yield _Block(slice(s.row, s.row + s.count), slice(s.start, s.anchor + 1), "none", True)
+            continue
         if b == 1 and s.count > _LONG_RUN:
             yield from _run(s, square)
             continue

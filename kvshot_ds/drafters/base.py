@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -20,6 +20,8 @@ from kvshot_ds.drafters.projector import KVProjector, KVSource
 from kvshot_ds.drafters.state import PLAIN, DraftState, Extras, Memory, Rows, Start
 from kvshot_ds.features.spec import FeatureSpec, Store
 from kvshot_ds.geometry import Geometry
+
+Choose = Callable[[torch.Tensor, int], torch.Tensor | None]
 
 
 class Unrolled(NamedTuple):
@@ -37,7 +39,8 @@ class Drafter(nn.Module):
     """What all families share: draft layers, a head over a draft vocabulary, the target's embedding on loan.
 
     A row is anchored at position t: it knows target states at positions <= t and tokens <= t + 1. Draft step k = 0, 1, …
-    proposes the token at t + 2 + k from the un-normed hidden state h [N, d]. Training calls `unroll`, decoding `draft`.
+    proposes the token at t + 2 + k from the un-normed hidden state h [N, d]. Training calls `unroll`, decoding `draft` for
+    chains; trees go step by step.
 
     d2t [V_d] int64: draft id i proposes target id i + d2t[i]; t2d [V] bool: the target ids that can be proposed.
     hidden_layers, source: the target's hidden states that are fused, and its KV cache, where the family reads them.
@@ -77,15 +80,22 @@ class Drafter(nn.Module):
         """All K draft steps at the selected rows of `start`, teacher-forced: tokens [K, N] = x_{t+1+k}."""
 
     @abstractmethod
-    def draft(self, state: DraftState, start: Start, length: int) -> torch.Tensor:
-        """Greedy proposals, at most `length`, from the last position of `start` (one row): target ids [<= length]."""
+    def draft(self, state: DraftState, start: Start, length: int, choose: Choose | None = None) -> torch.Tensor:
+        """A chain of at most `length` proposals at each of the N selected rows of `start`: target ids [N, <= length].
+
+        choose: from the logits [N, V_d] of step k the target ids [N], or None to stop before them; greedy if not given.
+        """
 
     def read_cache(self, state: DraftState, start: Start) -> None:
         """Extends every cross memory by what its projector makes of the target's states at the positions of `start`."""
         projectors = [layer.projector for layer in self.draft_layers]
         at = self.rotary(start.all.positions) if any(projectors) else None
         for i, projector in enumerate(projectors):
-            if projector is not None and at is not None:
+            if projector is None or at is None:
+                continue
+            if projector.injection == "per_layer" and start.cache:  # nothing to project: it is read where it lies
+                state.cross[i] = state.cross[i]._replace(prefix=start.cache[projector.layers[0]])
+            else:
                 state.cross[i] = state.cross[i].extended(projector(start, at))
 
     def run_layer(
@@ -253,8 +263,12 @@ class StepDrafter(Drafter):
         return Unrolled(torch.stack(h), torch.stack(branch) if branch else None, by_layer)
 
     @torch.no_grad()
-    def draft(self, state: DraftState, start: Start, length: int) -> torch.Tensor:
-        tokens = [self.propose(self.begin(state, start))]
-        for k in range(1, length):
-            tokens.append(self.propose(self.forward_step(state, tokens[-1], k)))
-        return torch.cat(tokens)
+    def draft(self, state: DraftState, start: Start, length: int, choose: Choose | None = None) -> torch.Tensor:
+        tokens: list[torch.Tensor] = []
+        h = self.begin(state, start)
+        while (found := self.propose(h) if choose is None else choose(self.logits(h), len(tokens))) is not None:
+            tokens.append(found)
+            if len(tokens) == length:
+                break
+            h = self.forward_step(state, found, len(tokens))
+        return torch.stack(tokens, 1) if tokens else start.select.new_empty(len(h), 0)

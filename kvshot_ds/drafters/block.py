@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from kvshot_ds.config import BlockConfig, KVBlockConfig
-from kvshot_ds.drafters.base import Drafter, Unrolled
+from kvshot_ds.drafters.base import Choose, Drafter, Unrolled
 from kvshot_ds.drafters.fusion import fuse
 from kvshot_ds.drafters.layer import DraftLayer
 from kvshot_ds.drafters.layers import RMSNorm
@@ -64,7 +64,7 @@ class BlockDrafter(Drafter):
         return x.unflatten(0, (-1, b)).transpose(0, 1)
 
     def _take_in(self, state: DraftState, start: Start) -> None:
-        state.anchor(start.rows)
+        state.anchor(start)
         self.read_cache(state, start)
         if not self.hidden_layers:
             return
@@ -96,8 +96,17 @@ class BlockDrafter(Drafter):
         return Unrolled(h, branch, tuple(by_slot(q)[:steps] for q in state.queries))
 
     @torch.no_grad()
-    def draft(self, state: DraftState, start: Start, length: int) -> torch.Tensor:
-        return self.propose(self.slots(state, start)[1 : length + 1].squeeze(1))
+    def draft(self, state: DraftState, start: Start, length: int, choose: Choose | None = None) -> torch.Tensor:
+        h = self.slots(state, start)[1 : length + 1]  # [<= length, N, d]
+        if choose is None:
+            return self.propose(h.flatten(0, 1)).view(h.shape[:2]).T
+        tokens = []
+        for k, logits in enumerate(self.logits(h)):
+            found = choose(logits, k)
+            if found is None:
+                break
+            tokens.append(found)
+        return torch.stack(tokens, 1) if tokens else start.select.new_empty(h.shape[1], 0)
 
     def reset(self, seed: int) -> None:
         super().reset(seed)

@@ -10,6 +10,8 @@ import torch
 from kvshot_ds.errors import ConfigError
 from kvshot_ds.files import file_sha256, read_json
 
+TARGET_DIGEST = "kvshot_target_digest"  # in the header of safetensors files that we export: `target.weights_digest`; configs have no place for it
+
 
 def _files(folder: Path) -> list[Path]:
     """The weight files: one safetensors file, the shards of an index, or one pytorch_model.bin."""
@@ -52,6 +54,23 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
                 raise ConfigError(f"{path}: tensor {bare} is there twice")
             found[bare] = tensor
     return found
+
+
+def named_target(folder: Path) -> str | None:
+    """The digest of the target that the weights in `folder` were made for, if their header names one. Raises ConfigError for unreadable files."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in _files(folder):
+        if path.suffix != ".safetensors":
+            continue
+        try:
+            with safe_open(path, framework="pt") as opened:
+                found = (opened.metadata() or {}).get(TARGET_DIGEST)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{path}: the weights do not load: {str(error).splitlines()[0]}") from None
+        if found is not None:
+            return str(found)
+    return None
 
 
 def file_digests(folder: Path) -> dict[str, str]:

@@ -27,17 +27,17 @@ class HiddenOnlyDrafter(StepDrafter):
         self.hidden_layers = resolve_hidden(config.hidden_layers, g.num_layers, "train.drafter.hidden_layers")
         self.fc = nn.Linear(len(self.hidden_layers) * g.hidden_size, g.hidden_size, bias=False)
         self.fc_norm = fusion_norms(g, len(self.hidden_layers)) if config.fc_norm else None
-        self.norm_output = config.norm_output
+        self.norm_output, self.norm_before_residual = config.norm_output, config.norm_before_residual
         self.layers = nn.ModuleList(self.make_layer(i) for i in range(config.depth))
 
     def make_layer(self, i: int) -> DraftLayer:
-        return DraftLayer(self.g, wide=i == 0, self_path=True)
+        return DraftLayer(self.g, wide=i == 0, self_path=True, norm_before_residual=self.norm_before_residual)
 
     def carried(self, h: torch.Tensor) -> torch.Tensor:
         return self.norm(h) if self.norm_output else h
 
     def begin(self, state: DraftState, start: Start) -> torch.Tensor:
-        state.anchor(start.rows)
+        state.anchor(start)
         fused = fuse(self.fc, self.fc_norm, start, self.hidden_layers)
         x = self.embed(start.tokens)
         rotations = self.rotations(start.all, 0)

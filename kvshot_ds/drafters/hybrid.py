@@ -26,5 +26,12 @@ class HybridDrafter(HiddenOnlyDrafter):
     def make_layer(self, i: int) -> DraftLayer:
         gate = None if self.config.cross_only else self.config.gate
         return DraftLayer(
-            self.g, wide=i == 0, self_path=not self.config.cross_only, cross=True, projector=self.source.projector(i), qk_norm=self.config.kv.qk_norm, gate=gate
+            self.g,
+            wide=i == 0,
+            self_path=not self.config.cross_only,
+            cross=True,
+            projector=self.source.projector(i),
+            qk_norm=self.config.kv.qk_norm,
+            gate=gate,
+            norm_before_residual=self.norm_before_residual,
         )

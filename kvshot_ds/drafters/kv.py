@@ -27,6 +27,6 @@ class KVOnlyDrafter(StepDrafter):
         self.layers = nn.ModuleList(DraftLayer(g, cross=True, projector=source.projector(i), qk_norm=config.kv.qk_norm) for i in range(config.depth))
 
     def begin(self, state: DraftState, start: Start) -> torch.Tensor:
-        state.anchor(start.rows)
+        state.anchor(start)
         self.read_cache(state, start)
         return self.forward_step(state, start.tokens[start.select], 0)

@@ -38,7 +38,7 @@ class DraftLayer(nn.Module):
     """Pre-norm decoder layer over [n, d].
 
     wide: the EAGLE-3 input layer, whose attention reads [norm(embedding); norm(hidden)] of width 2d and whose
-    residual is the hidden state. projector: how the target's KV becomes the cross path's memory; None with
+    residual is the hidden state, or norm(hidden) with norm_before_residual. projector: how the target's KV becomes the cross path's memory; None with
     cross=True means a cross path without target information. qk_norm: on the cross path.
     """
 
@@ -52,11 +52,13 @@ class DraftLayer(nn.Module):
         projector: KVProjector | None = None,
         qk_norm: bool = False,
         gate: GateConfig | None = None,
+        norm_before_residual: bool = False,
     ):
         super().__init__()
         width = 2 * g.hidden_size if wide else g.hidden_size
         self.input_layernorm = RMSNorm(g.hidden_size, g.norm_eps)
         self.hidden_norm = RMSNorm(g.hidden_size, g.norm_eps) if wide else None
+        self.norm_before_residual = norm_before_residual
         self.self_attn = Projections(g, width) if self_path else None
         self.cross_attn = Projections(g, width, projector.copies if projector else 1, qk_norm) if cross else None
         self.projector = projector
@@ -69,7 +71,8 @@ class DraftLayer(nn.Module):
         if self.hidden_norm is None:
             return self.input_layernorm(x), x
         assert hidden is not None
-        return torch.cat((self.input_layernorm(x), self.hidden_norm(hidden)), -1), hidden
+        normed = self.hidden_norm(hidden)
+        return torch.cat((self.input_layernorm(x), normed), -1), normed if self.norm_before_residual else hidden
 
     def forward(
         self,

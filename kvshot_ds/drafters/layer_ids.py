@@ -59,3 +59,18 @@ def eagle3_outputs(config: Mapping[str, Any], num_layers: int, where: str) -> tu
             f"expected {list(boundaries_from_outputs(found))} with {nested}; ask whoever trained the drafter, and mend the wrong one"
         )
     return found
+
+
+def eagle3_fields(outputs: Sequence[int]) -> dict[str, Any]:
+    """The fields of an EAGLE-3 config that name the fused layers `outputs` (B): A at top level, B nested. Engines read one or the other."""
+    return {IDS: list(boundaries_from_outputs(outputs)), "eagle_config": {IDS: list(outputs), "use_aux_hidden_state": True}}
+
+
+def speculators_fields(outputs: Sequence[int]) -> dict[str, Any]:
+    """The field of a speculators config that names the fused layers `outputs` (B), in A."""
+    return {IDS: list(boundaries_from_outputs(outputs))}
+
+
+def dflash_fields(outputs: Sequence[int]) -> dict[str, Any]:
+    """The field of `dflash_config` that names the fused layers `outputs` (B), in B."""
+    return {"target_layer_ids": list(outputs)}

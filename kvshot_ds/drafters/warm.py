@@ -200,6 +200,7 @@ def _reads(drafter: Drafter) -> dict[str, object]:
     out: dict[str, object] = {
         "hidden states of layers, in the order of fc": getattr(drafter, "hidden_layers", ()),
         "next step's hidden state normed": getattr(drafter, "norm_output", None),
+        "residual of the first layer normed": getattr(drafter, "norm_before_residual", None),
     }
     if isinstance(source, KVSource) and source.layers:
         out |= {"target layers, in the order of the projector": source.layers, "injection": source.config.injection}

@@ -8,16 +8,16 @@ assistant turn, so the first row of an answer is the last prompt token: serving 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvshot_ds.drafters.attention import Hidden, Span
-from kvshot_ds.drafters.state import Rows, Start
+from kvshot_ds.drafters.attention import KV, Hidden, Span
+from kvshot_ds.drafters.state import Keep, Rows, Start
 from kvshot_ds.features.batch import Batch
 
 
@@ -156,27 +156,38 @@ def training_start(batch: Batch, plan: RowPlan) -> Start:
 
 
 def decoding_start(
-    tokens: Sequence[int] | torch.Tensor,
-    first: int,
-    hidden: dict[int, torch.Tensor],
-    keys: dict[int, torch.Tensor],
-    values: dict[int, torch.Tensor],
-    device: torch.device | str,
+    tokens: torch.Tensor,
+    first: Sequence[int],
+    counts: Sequence[int],
+    room: int,
+    hidden: Mapping[int, torch.Tensor],
+    cache: Mapping[int, KV],
 ) -> Start:
-    """The drafter's first step of a decoding round: positions first .. first + n - 1 are newly committed, the last one drafts.
+    """The drafter's first step of a decoding round of B sequences: positions first[b] .. first[b] + counts[b] - 1 of sequence b
+    are newly committed, the last one drafts.
 
-    tokens [n]: x_{t+1} of those positions, the bonus token last. hidden[l] [n, d], keys[l], values[l] [n, G, D]: the
-    target's states there. Positions before `first` are in the drafter's memory already.
+    tokens [n]: x_{t+1} of those n = sum(counts) positions, sequence by sequence, the bonus token last in each. hidden[l]
+    [n, d]: the target's states there. cache[l]: the target's cache [B * room, G, D], in which sequence b has the slots from
+    b * room on. Positions before `first` are in the drafter's memory already.
     """
-    ids = torch.as_tensor(tokens, dtype=torch.int64, device=device)
-    n = len(ids)
-    positions = torch.arange(first, first + n, device=device)
+    device, begin = tokens.device, [b * room for b in range(len(first))]
+    ends = list(accumulate(counts))
+    if len(first) == 1:
+        positions = slots = torch.arange(first[0], first[0] + counts[0], device=device)
+        new: slice | torch.Tensor = slice(first[0], first[0] + counts[0])
+    else:
+        positions = torch.cat([torch.arange(f, f + n) for f, n in zip(first, counts, strict=True)]).to(device, non_blocking=True)
+        new = slots = torch.cat([torch.arange(b + f, b + f + n) for b, f, n in zip(begin, first, counts, strict=True)]).to(device, non_blocking=True)
+    select = torch.tensor([end - 1 for end in ends], device=device)
+    at = list(zip(begin, first, counts, ends, strict=True))
     return Start(
-        tokens=ids,
+        tokens=tokens,
         hidden=hidden,
-        keys=keys,
-        values=values,
-        all=Rows(positions, (Span(0, n, 0, first),)),
-        rows=Rows(positions[-1:], (Span(0, 1, 0, first + n - 1),)),
-        select=torch.tensor([n - 1], device=device),
+        keys={layer: kv.k[new] for layer, kv in cache.items()},
+        values={layer: kv.v[new] for layer, kv in cache.items()},
+        all=Rows(positions, tuple(Span(end - n, n, b, b + f) for b, f, n, end in at)),
+        rows=Rows(positions[select], tuple(Span(row, 1, b, b + f + n - 1) for row, (b, f, n, _) in enumerate(at))),
+        select=select,
+        keep=Keep(slots, len(first) * room),
+        cache=cache,
     )

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from kvshot_ds.decoding.chain import decode
+from kvshot_ds.config import DraftingConfig
+from kvshot_ds.decoding.engine import Engine
 from kvshot_ds.decoding.run import reference
-from kvshot_ds.decoding.state import Sequence
+from kvshot_ds.decoding.state import Sequences
 from kvshot_ds.drafters.base import Drafter
 from kvshot_ds.features.batch import Batch, collate
 from kvshot_ds.features.spec import Store
@@ -43,7 +44,7 @@ def case(family: str, name: str) -> Case:
     spec = replace(drafter.required_features(), store=Store.all("fp32"))
     sample = target.features([p + answer], spec, [[0] * SIZE + [1] * LENGTH])[0]
     log = script(drafter, p + answer, lambda: rng.random() < 0.3)
-    assert decode(target, drafter, p, LENGTH, K).tokens == answer
+    assert Engine(target, drafter, DraftingConfig(length=K)).decode([p], LENGTH)[0].tokens == answer
     return Case(drafter, collate([("c", sample)]).to("cpu", torch.float64), log, p + answer)
 
 
@@ -106,20 +107,19 @@ def test_training_rows_ignore_target_states_after_their_anchor(name):
 def test_rejected_positions_leave_no_trace_in_the_decoder(name, monkeypatch):
     """Everything the target computed beyond the committed positions is made NaN before it is dropped: nothing changes, bit for bit."""
     clean = case("Llama", name)
-    commit = Sequence.commit
-    poisoned = 0
+    commit, poisoned = Sequences.commit, 0
 
-    def poison(self, following):
+    def poison(self, kept, following):
         nonlocal poisoned
-        end = self.length + len(following)
         for states in self._latest.values():
-            states[:, len(following) :] = float("nan")
-        for layer in self._cache.layers:
-            poisoned += layer.keys.shape[-2] - end
-            layer.keys[..., end:, :], layer.values[..., end:, :] = float("nan"), float("nan")
-        return commit(self, following)
+            states[:, len(kept[0]) :] = float("nan")
+        start = commit(self, kept, following)
+        beyond = self.cache.memory[..., self.lengths[0] :, :, :]
+        poisoned += int(beyond[0, 0, 0].any(-1).any(-1).sum())
+        beyond.fill_(float("nan"))
+        return start
 
-    monkeypatch.setattr(Sequence, "commit", poison)
+    monkeypatch.setattr(Sequences, "commit", poison)
     dirty = case("Llama", name)
     assert poisoned > 20
     assert len(clean.rounds) == len(dirty.rounds) and clean.tokens == dirty.tokens

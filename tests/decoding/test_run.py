@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvshot_ds.config import Recipe
+from kvshot_ds.config import DraftingConfig, Recipe, SamplingConfig
 from kvshot_ds.decoding import run as module
-from kvshot_ds.decoding.chain import Decoded, Round, decode
-from kvshot_ds.decoding.run import Compared, Prompt, difference, joint_counts, read_prompts, reference, run, stop_tokens, summary
+from kvshot_ds.decoding.acceptance import conditional_counts, joint_counts
+from kvshot_ds.decoding.engine import Engine
+from kvshot_ds.decoding.prompts import Prompt, read_prompts, reference, stop_tokens
+from kvshot_ds.decoding.rounds import Decoded, Round
+from kvshot_ds.decoding.run import Compared, Comparison, difference, run, summary
 from kvshot_ds.drafters.build import DrafterInfo, build_drafter, save_drafter
 from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.files import read_json
@@ -22,6 +25,7 @@ from kvshot_ds.target import Target, load_geometry, weights_digest
 from tests import toys
 from tests.decoding.models import bound_drafter, hf_target, prompt, script
 
+GREEDY = SamplingConfig()
 PROMPTS = 3
 
 
@@ -44,7 +48,7 @@ def recipe(tiny_target: Path, tmp_path: Path) -> Recipe:
     save_random(tmp_path / "work/runs/mine/drafter", tiny_target, "hybrid-1")
     return Recipe(
         name="mine", work=tmp_path / "work", target={"path": tiny_target, "dtype": "bf16", "device": "cpu"},
-        decode={"max_prompts": PROMPTS, "max_new_tokens": 10, "draft_length": 3}, eval={"bootstrap": 100},
+        decode={"max_prompts": PROMPTS, "max_new_tokens": 10, "drafting": {"length": 3}}, eval={"bootstrap": 100},
     )  # fmt: skip
 
 
@@ -62,18 +66,54 @@ def changed(recipe: Recipe, **decode: object) -> Recipe:
 def test_decodes_losslessly_and_writes_what_the_report_reads(recipe, capsys):
     (result,) = run(recipe).values()
     assert json.loads((recipe.run_dir / "decode.json").read_text()) == result
-    assert result["lossless"] == {"identical": PROMPTS, "different": 0, "cases": []} and result["name"] == "mine"
-    assert (result["prompts"], result["max_new_tokens"], result["draft_length"], result["dtype"]) == (PROMPTS, 10, 3, "fp32")
+    assert result["lossless"] == {"against": "generate", "why": "", "identical": PROMPTS, "different": 0, "cases": []} and result["name"] == "mine"
+    assert (result["prompts"], result["max_new_tokens"], result["strategy"], result["levels"], result["dtype"]) == (PROMPTS, 10, "chain", 3, "fp32")
     verifications = result["target_forwards"] - PROMPTS
-    assert sum(result["histogram"]) == verifications and len(result["histogram"]) == 4 and len(result["accept_joint"]) == 3
+    assert sum(result["histogram"]) == verifications and len(result["histogram"]) == 4
+    assert len(result["joint"]) == len(result["conditional"]) == 3 and result["conditional"][0]["value"] == result["joint"][0]["value"]
     assert result["tau"]["value"] == pytest.approx((result["tokens"] - PROMPTS) / verifications)
-    assert 0 < result["tokens"] <= 10 * PROMPTS
+    assert 0 < result["tokens"] <= 10 * PROMPTS and 0 < result["nodes"] <= 3
     seconds = result["seconds"]
-    assert min(seconds.values()) > 0 and seconds["draft"] + seconds["verify"] < seconds["drafted"]
+    assert min(seconds.values()) > 0 and seconds["draft"] + seconds["verify"] + seconds["other"] == pytest.approx(seconds["drafted"])
     assert result["tokens_per_second"]["drafted"] == pytest.approx(result["tokens"] / seconds["drafted"])
-    assert read_run(recipe.run_dir).decoding.identical == PROMPTS
+    found = read_run(recipe.run_dir).decoding
+    assert found.identical == PROMPTS and found.drafted_by == "chain of 3"
     said = capsys.readouterr().out
     assert "mine" in said and f"{PROMPTS} of {PROMPTS}" in said
+
+
+def test_batches_count_their_time_once_and_change_no_text(recipe):
+    (one,) = run(recipe).values()
+    (many,) = run(changed(recipe, batch=2)).values()
+    same = ("tokens", "histogram", "tau", "joint", "lossless", "target_forwards")
+    assert {key: many[key] for key in same} == {key: one[key] for key in same} and many["batch"] == 2
+    seconds = many["seconds"]
+    assert seconds["draft"] + seconds["verify"] < seconds["drafted"], "summed over the prompts of a batch it would be more"
+
+
+@pytest.mark.parametrize("drafting", [{"strategy": "dynamic_tree", "length": 3, "top_k": 2, "nodes": 5}, {"strategy": "static_tree", "branching": (2, 1)}])
+def test_trees_are_measured_by_level(recipe, drafting):
+    (result,) = run(changed(recipe, drafting=DraftingConfig(**drafting))).values()
+    levels = 2 if "branching" in drafting else 3
+    assert result["strategy"] == drafting["strategy"] and result["levels"] == len(result["joint"]) == levels and result["lossless"]["identical"] == PROMPTS
+    assert result["nodes"] > 2 and len(result["histogram"]) == levels + 1
+
+
+@pytest.mark.parametrize(
+    ("sampling", "drafting", "against"),
+    [
+        ({"scheme": "coupled", "top_k": 20}, {"length": 3}, "own loop"),
+        ({"scheme": "rejection"}, {"strategy": "dynamic_tree", "length": 3, "top_k": 2, "nodes": 5}, "own loop"),  # a tree's drafts are not drawn
+        ({"scheme": "rejection"}, {"length": 3}, None),
+    ],
+)
+def test_sampled_text_is_compared_where_it_is_the_targets_own(recipe, capsys, sampling, drafting, against):
+    made = changed(recipe, sampling=SamplingConfig(temperature=0.9, seed=5, **sampling), drafting=DraftingConfig(**drafting))
+    (result,) = run(made).values()
+    lossless = result["lossless"]
+    assert lossless["against"] == against and lossless["different"] == 0 and lossless["identical"] == (PROMPTS if against else 0)
+    said = capsys.readouterr().out
+    assert ("not compared token for token" in said) == ("not comparable" in said) == bool(lossless["why"]) == (against is None)
 
 
 def test_every_drafter_into_its_own_folder_and_a_rerun_does_nothing(recipe, tiny_target, tmp_path, capsys):
@@ -107,7 +147,7 @@ def test_a_difference_is_reported_with_its_place_and_margin(recipe, monkeypatch,
     result = read_json(recipe.run_dir / "decode.json")  # written all the same
     assert (result["lossless"]["identical"], result["lossless"]["different"]) == (PROMPTS - 1, 1)
     (case,) = result["lossless"]["cases"]
-    assert case["id"] == "c1" and case["position"] == 2 and case["generate"] == case["drafted"] + 1
+    assert case["id"] == "c1" and case["position"] == 2 and case["alone"] == case["drafted"] + 1
     model = Target.load(recipe.target.model_copy(update={"dtype": "fp32"})).model
     tokens = conversation(1)["tokens"][:12]
     for _ in range(2):
@@ -118,19 +158,27 @@ def test_a_difference_is_reported_with_its_place_and_margin(recipe, monkeypatch,
 
 
 def test_an_output_that_ends_early_is_a_difference():
-    target = hf_target("Llama")
-    p = Prompt("x", tuple(prompt(9, 2)))
-    full = decode(target, bound_drafter("kv_only-1", target), p.tokens, 6, 3)
-    assert difference(target, Compared(p, full, full.tokens, 1.0)) is None
-    case = difference(target, Compared(p, full, full.tokens[:4], 1.0))
-    assert (case["position"], case["drafted"], case["generate"]) == (4, full.tokens[4], None)
+    target, p = hf_target("Llama"), prompt(9, 2)
+    full = reference(target, p, 6, ())
+    assert difference(target, p, full, full, GREEDY, 0) is None
+    case = difference(target, p, full, full[:4], GREEDY, 0)
+    assert (case["position"], case["drafted"], case["alone"]) == (4, full[4], None)
+
+
+def test_the_margin_of_a_sample_is_that_of_its_noisy_choice():
+    """The best perturbed token is the one that was drawn; the margin leads to the next best."""
+    target, p, sampling = hf_target("Llama"), prompt(9, 2), SamplingConfig(temperature=1.0, seed=3)
+    alone = Engine(target, None, DraftingConfig(), sampling).decode([p], 4, (), [7])[0].tokens
+    case = difference(target, p, [*alone[:3], (alone[3] + 1) % toys.VOCAB], alone, sampling, 7)
+    assert case["position"] == 3 and case["alone"] == alone[3] and case["margin"] > 0
+    assert case["margin"] != pytest.approx(difference(target, p, [*alone[:3], 0 if alone[3] else 1], alone, sampling, 8)["margin"]), "other noise"
 
 
 def test_order_alternates_and_both_ways_are_warmed_up(recipe, monkeypatch):
     calls = []
-    plain, drafted = module.reference, module.decode
+    plain, drafted = module.reference, Engine.decode
     monkeypatch.setattr(module, "reference", lambda *a: calls.append(("g", a[2])) or plain(*a))
-    monkeypatch.setattr(module, "decode", lambda *a: calls.append(("d", a[3])) or drafted(*a))
+    monkeypatch.setattr(Engine, "decode", lambda *a: calls.append(("d", a[2])) or drafted(*a))
     run(recipe)
     assert calls == [("d", 8), ("g", 8), ("d", 10), ("g", 10), ("g", 10), ("d", 10), ("d", 10), ("g", 10)]
 
@@ -201,7 +249,7 @@ def test_reference_is_the_plain_argmax_whatever_generation_config_says():
 
 def rounds(*committed: tuple[int, int, int]) -> Decoded:
     """(tokens, drafted, accepted) of each round after the prefill."""
-    made = [Round((0,), 0, 0, 0.0, 0.5), *(Round((0,) * n, drafted, accepted, 0.25, 0.5) for n, drafted, accepted in committed)]
+    made = [Round((0,), 0, 0, 0, 0.0, 0.5), *(Round((0,) * n, drafted, drafted, accepted, 0.25, 0.5) for n, drafted, accepted in committed)]
     return Decoded(tuple(made), 10.0)
 
 
@@ -230,7 +278,7 @@ def test_joint_counts_follow_the_rule_of_heldout_rows(stop):
     for seed in range(3):
         drafter, rng = bound_drafter("kv_only-1", target), random.Random(seed)
         log = script(drafter, p + whole, lambda: rng.random() < 0.2)  # noqa: B023
-        out = decode(target, drafter, p, 30, k_max, want[-1:] if stop else ())
+        (out,) = Engine(target, drafter, DraftingConfig(length=k_max)).decode([p], 30, want[-1:] if stop else ())
         assert out.tokens == want
         text, right, counted = p + want, [0] * k_max, [0] * k_max
         for seen in log:
@@ -243,14 +291,26 @@ def test_joint_counts_follow_the_rule_of_heldout_rows(stop):
     assert cut_short
 
 
+def test_conditional_counts_ask_only_what_was_reached():
+    decoded = rounds((1, 3, 0), (3, 3, 2), (4, 3, 3), (4, 3, 3))
+    assert joint_counts(decoded, 3) == ([3, 3, 2], [4, 4, 4])
+    assert conditional_counts([decoded, rounds((1, 3, 0), (3, 3, 3))], 3) == ([4, 4, 3], [6, 4, 4])
+
+
 def test_summary_adds_up(recipe):
     target, p = hf_target("Llama"), Prompt("x", (1, 2))
-    recipe = changed(recipe, draft_length=3)
     one, two = rounds((4, 3, 3), (2, 3, 1)), rounds((1, 3, 0))
-    s = summary(recipe, target, [Compared(p, one, one.tokens, 2.0), Compared(p, two, two.tokens, 4.0)])
+
+    def of(*decoded: Decoded) -> dict[str, object]:
+        each = tuple(Compared(p, i, d, d.tokens) for i, d in enumerate(decoded))
+        return summary(recipe, target, Comparison(each, drafted=20.0, draft=0.75, verify=2.5, alone=6.0))
+
+    s = of(one, two)
     assert s["tau"]["value"] == pytest.approx(7 / 3) and s["tau"]["low"] <= 7 / 3 <= s["tau"]["high"]
-    assert s["histogram"] == [1, 1, 0, 1] and s["tokens"] == 9 and s["target_forwards"] == 5
-    assert s["seconds"] == {"drafted": 20.0, "generate": 6.0, "draft": 0.75, "verify": 2.5}
-    assert s["tokens_per_second"] == {"drafted": pytest.approx(9 / 20), "generate": pytest.approx(9 / 6)}
-    alone = summary(recipe, target, [Compared(p, replace(two, rounds=two.rounds[:1]), [0], 1.0)])
-    assert alone["tau"] == {"value": None, "low": None, "high": None} and alone["accept_joint"] == [None] * 3
+    assert s["histogram"] == [1, 1, 0, 1] and s["tokens"] == 9 and s["target_forwards"] == 5 and s["levels"] == 3 and s["nodes"] == 3
+    assert [(rate["num"], rate["den"]) for rate in s["joint"]] == [(2, 3), (1, 2), (1, 1)]
+    assert [(rate["num"], rate["den"]) for rate in s["conditional"]] == [(2, 3), (1, 2), (1, 1)]
+    assert s["seconds"] == {"drafted": 20.0, "alone": 6.0, "draft": 0.75, "verify": 2.5, "other": 16.75}
+    assert s["tokens_per_second"] == {"drafted": pytest.approx(9 / 20), "alone": pytest.approx(9 / 6)}
+    alone = of(replace(two, rounds=two.rounds[:1]))
+    assert alone["tau"] == {"value": None, "low": None, "high": None} and alone["joint"] == alone["conditional"] == []

@@ -14,8 +14,8 @@ from kvshot_ds.diagnostics.subject import Piece, outcome
 from kvshot_ds.drafters.attention import KV, Hidden, Span, merged_attention
 from kvshot_ds.drafters.base import StepDrafter
 from kvshot_ds.drafters.build import build_drafter
-from kvshot_ds.drafters.state import DraftState, Rows
-from kvshot_ds.objectives.alignment import decoding_start, plan_rows
+from kvshot_ds.drafters.state import DraftState, Rows, Start
+from kvshot_ds.objectives.alignment import plan_rows
 from kvshot_ds.objectives.objective import Objective
 from tests import toys
 
@@ -56,7 +56,9 @@ def alone(objective, batch, plan, row, first):
     t = int(plan.anchors[row])
     at = slice(lo + first, t + 1)
     parts = [{layer: x[at] for layer, x in of.items()} for of in (batch.hidden, batch.keys_of, batch.values_of)]
-    start = decoding_start(plan.next_tokens[at], first, *parts, "cpu")
+    n, positions = t + 1 - lo - first, torch.arange(first, t + 1 - lo)
+    everything, last = Rows(positions, (Span(0, n, 0, 0),)), Rows(positions[-1:], (Span(0, 1, 0, n - 1),))
+    start = Start(plan.next_tokens[at], *parts, everything, last, torch.tensor([n - 1]))
     with torch.no_grad():
         return objective.drafter.unroll(start, plan.tokens[:, row : row + 1]).h[:, 0]
 
@@ -100,7 +102,7 @@ def test_a_hidden_only_drafter_with_all_masked_knows_its_anchor_alone(name):
 def test_a_kv_only_drafter_with_all_masked_is_one_without_a_prefix(name):
     objective, batch, plan = made(name)
     drafter, state = objective.drafter, DraftState.empty(objective.drafter.depth)
-    state.anchor(Rows(plan.positions[plan.anchors], ()))
+    state.rows = Rows(plan.positions[plan.anchors], ())
     with torch.no_grad():
         slow = torch.stack([drafter.forward_step(state, plan.tokens[k], k) for k in range(STEPS)])
     torch.testing.assert_close(masked(objective, batch, plan, "all"), slow)

@@ -52,8 +52,9 @@ class Eagle3:
     def decoder(self, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """All layers over all rows [n, d] -> [n, d]. The first reads [norm(embedding); norm(hidden)]; its residual is the hidden state."""
         first = "midlayer." if "midlayer.mlp.up_proj.weight" in self.w else "layers.0."
-        u = torch.cat((self.norm(embedded, f"{first}input_layernorm.weight"), self.norm(hidden, f"{first}hidden_norm.weight")), -1)
-        x = self.block(first, u, hidden)
+        normed = self.norm(hidden, f"{first}hidden_norm.weight")
+        u = torch.cat((self.norm(embedded, f"{first}input_layernorm.weight"), normed), -1)
+        x = self.block(first, u, normed if self.c.get("norm_before_residual") else hidden)
         depth = 1 if first == "midlayer." else self.c["num_hidden_layers"]
         for i in range(1, depth):
             x = self.block(f"layers.{i}.", self.norm(x, f"layers.{i}.input_layernorm.weight"), x)

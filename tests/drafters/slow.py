@@ -130,7 +130,8 @@ class Slow:
         for i in range(self.depth):
             u, residual = norm(x, self.w[f"layers.{i}.input_layernorm.weight"]), x
             if self.wide and i == 0:
-                u, residual = torch.cat((u, norm(hidden, self.w["layers.0.hidden_norm.weight"]))), hidden
+                normed = norm(hidden, self.w["layers.0.hidden_norm.weight"])
+                u, residual = torch.cat((u, normed)), normed if self.config.norm_before_residual else hidden
             inputs.append(u)
             n = o = None
             if self.self_path:

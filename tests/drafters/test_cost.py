@@ -14,7 +14,7 @@ from kvshot_ds.config import BlockConfig, DFlashConfig, HiddenOnlyConfig, Hybrid
 from kvshot_ds.drafters import layer as layer_module
 from kvshot_ds.drafters.attention import Span
 from kvshot_ds.drafters.cost import GROUPS, Cost, cost, parameters, total, weightless
-from kvshot_ds.drafters.state import DraftState, Rows, Start
+from kvshot_ds.drafters.state import DraftState, Keep, Rows, Start
 from tests import toys
 
 G = toys.geometry()
@@ -27,14 +27,15 @@ def costed(name: str) -> Cost:
     return cost(toys.FAMILIES[name], G, toys.DRAFT_VOCAB)
 
 
-def start(positions: int, first: int, rows: int = 1) -> Start:
-    """Positions first .. first + positions - 1 of one document, whose last `rows` are unrolled."""
+def start(positions: int, first: int, rows: int = 1, room: int = 0) -> Start:
+    """Positions first .. first + positions - 1 of one document, whose last `rows` are unrolled. room: of a memory that keeps them."""
     at = torch.arange(first, first + positions)
     kv = {i: torch.randn(positions, G.kv_heads, G.head_dim, dtype=torch.float64) for i in range(G.num_layers)}
     spans = (Span(0, positions, 0, first),), (Span(0, rows, 0, first + positions - rows),)
     hidden = {i: torch.randn(positions, D, dtype=torch.float64) for i in range(G.num_layers)}
     select = torch.arange(positions - rows, positions)
-    return Start(at % toys.VOCAB, hidden, kv, kv, Rows(at, spans[0]), Rows(at[-rows:], spans[1]), select)
+    keep = Keep(at, room) if room else None
+    return Start(at % toys.VOCAB, hidden, kv, kv, Rows(at, spans[0]), Rows(at[-rows:], spans[1]), select, keep)
 
 
 def matrix_products(call: Callable[[], Any]) -> int:
@@ -67,7 +68,7 @@ def test_drafting_counts_every_matrix_product_and_every_pair_of_query_and_key(na
     drafter, c, new = toys.drafter(name, G), costed(name), 1
     length = c.block or LENGTH
     state = DraftState.empty(drafter.depth)
-    drafter.draft(state, start(CONTEXT - new, 0), length)
+    drafter.draft(state, start(CONTEXT - new, 0, room=CONTEXT), length)
     pairs, attend = [], layer_module.merged_attention
 
     def watched(q: torch.Tensor, prefix: Any, steps: Any, spans: Any, scale: float, hidden: Any) -> torch.Tensor:
@@ -77,7 +78,7 @@ def test_drafting_counts_every_matrix_product_and_every_pair_of_query_and_key(na
         return attend(q, prefix, steps, spans, scale, hidden)
 
     monkeypatch.setattr(layer_module, "merged_attention", watched)
-    counted = matrix_products(lambda: drafter.draft(state, start(new, CONTEXT - new), length))
+    counted = matrix_products(lambda: drafter.draft(state, start(new, CONTEXT - new, room=CONTEXT), length))
     work = c.drafting(LENGTH, CONTEXT)
     attention = work.pop("attention")
     assert counted == pytest.approx(sum(length * f.unit + new * f.position for f in work.values()), rel=1e-12)

@@ -131,6 +131,8 @@ def test_conventions_are_inverse():
         (None, [1, 3, 5], (1, 3, 5)),
         ([2, 4, 6], [1, 3, 5], (1, 3, 5)),
         ([7, 1, 3], [6, 0, 2], (6, 0, 2)),
+        ([1, 2, 3], [0, 1, 2], (0, 1, 2)),
+        ([2, 3, 4], None, (1, 2, 3)),
     ],
 )
 def test_layer_ids(top, nested, layers, tmp_path, target_folder):
@@ -144,12 +146,14 @@ def test_layer_ids(top, nested, layers, tmp_path, target_folder):
     ("top", "nested", "message"),
     [
         ([1, 3, 5], [1, 3, 5], r"name different layers; expected \[2, 4, 6\] with \[1, 3, 5\]"),
-        (None, [2, 4, 6], r"may mean outputs of layers or indices of hidden_states"),
+        (None, [2, 4, 6], r"may mean outputs of layers or indices of hidden_states.* --measure RECIPE"),
+        ([1, 2, 3], None, r"these numbers are the usual outputs of layers; .*\[2, 3, 4\] at top level, or \[0, 1, 2\] there.* --measure RECIPE"),
         ([0, 3, 5], None, "0 to 6"),
         ([2, 4, 8], None, "0 to 6"),
         (None, [1, 3, 7], "0 to 6"),
         ([2, 2, 6], None, "different layers"),
         ([2, 4, True], None, "different layers"),
+        (None, [2, 4, True], "different layers"),
         ("2,4,6", None, "expected a list"),
     ],
 )
@@ -175,10 +179,11 @@ def test_layer_ids_that_settle_nothing(top, nested, message, tmp_path, target_fo
         ({"kv_lora_rank": 512}, r"kv_lora_rank=512: multi-head latent attention \(MLA\)"),
         ({"norm_before_fc": True}, "norm_before_fc=True"),
         ({"eagle_config": {"norm_before_fc": True}}, r"eagle_config\.norm_before_fc=True"),
-        ({"norm_before_residual": True}, "norm_before_residual=True"),
+        ({"norm_before_residual": 1}, r"norm_before_residual=\[1\]: expected true or false"),
+        ({"norm_after_fc": True}, "norm_after_fc=True: a norm that is not known here; known are fc_norm, norm_output, norm_before_residual"),
+        ({"eagle_config": {"norm_hidden": True}}, r"eagle_config\.norm_hidden=True: a norm that is not known here"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, r"eagle_config\.use_aux_hidden_state=False"),
         ({"target_layer_ids": [1, 3, 5]}, r"target_layer_ids=\[1, 3, 5\]: which layer ids these are is not known"),
-        ({"speculators_model_type": "eagle3"}, "speculators format"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"logit_scale": 0.5}, "logit_scale=0.5"),
         ({"is_causal": False}, "is_causal=False"),
@@ -204,7 +209,8 @@ def test_eagle3_settings_that_are_not_ours(changes, message, tmp_path, target_fo
 
 
 NEUTRAL = {
-    "target_hidden_size": D, "norm_before_fc": False, "norm_before_residual": False, "is_causal": True, "quantization_config": None, "logit_scale": 1.0,
+    "target_hidden_size": D, "target_vocab_size": V, "norm_before_fc": False, "norm_before_residual": False, "is_causal": True,
+    "quantization_config": None, "logit_scale": 1.0, "other_norm": False,
     "layer_types": ["full_attention"], "sliding_window": 4096, "use_sliding_window": False, "rope_scaling": None, "attention_bias": None,
 }  # fmt: skip
 
@@ -252,7 +258,7 @@ def test_eagle3_tensors_that_do_not_fit_are_named(change, message, tmp_path, tar
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["DFlash2DraftModel"]}, "neither EAGLE-3 .* nor DFlash"),
+        ({"architectures": ["DFlash2DraftModel"]}, "a drafter in a layout that is not known here"),
         ({"model_type": "llama"}, "model_type='llama'; expected qwen3"),
         ({"hidden_size": 64}, "hidden_size=64"),
         ({"num_target_layers": 9}, "num_target_layers=9, but the target has 7"),
@@ -305,7 +311,7 @@ def test_folders_that_are_no_drafter(tmp_path, target_folder):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match="expected an object, found list"):
         read_public(tmp_path, target)
-    with pytest.raises(ConfigError, match="neither EAGLE-3"):
+    with pytest.raises(ConfigError, match="a layout that is not known here"):
         read_public(target_folder, target)
     folder = write(tmp_path / "p", *eagle3())
     with pytest.raises(ConfigError, match=r"holds a config\.json already"):

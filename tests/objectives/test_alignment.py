@@ -5,7 +5,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
+from kvshot_ds.drafters.attention import KV
 from kvshot_ds.drafters.state import DraftState
 from kvshot_ds.features.batch import collate
 from kvshot_ds.objectives.alignment import decoding_start, plan_rows, supervised_rows, training_start
@@ -114,8 +116,11 @@ def test_training_rows_equal_what_the_decoder_computes(name, family):
             if row != mine[0] and row % 2:  # several positions are committed at once, as after accepted drafts
                 continue
             new = slice(lo + known, lo + t + 1)
-            cut = [{i: x[new] for i, x in tensors.items()} for tensors in (batch.hidden, batch.keys_of, batch.values_of)]
-            start = decoding_start(batch.tokens[new.start + 1 : new.stop + 1], known, *cut, "cpu")
+            hidden, cache = {i: x[new] for i, x in batch.hidden.items()}, {}
+            for i in batch.keys_of:  # beyond what is committed, the cache holds anything
+                known_only = [F.pad(x[lo : new.stop], (0, 0, 0, 0, 0, int(hi) - new.stop), value=float("nan")) for x in (batch.keys_of[i], batch.values_of[i])]
+                cache[i] = KV(*known_only)
+            start = decoding_start(batch.tokens[new.start + 1 : new.stop + 1], [known], [t + 1 - known], int(hi - lo), hidden, cache)
             known = t + 1
             block = drafter.slots(state, start)[1:] if name in toys.BLOCK_FAMILIES else None
             h = block[0] if block is not None else drafter.begin(state, start)

@@ -1,18 +1,25 @@
-"""Greedy chain decoding: the target's own tokens for every drafter, at every acceptance, length and stop."""
+"""The engine with greedy chains: the target's own tokens for every drafter, at every acceptance, length and stop."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
-from kvshot_ds.config import TargetConfig
-from kvshot_ds.decoding.chain import agreeing, cut, decode, generate
+from kvshot_ds.config import DraftingConfig, TargetConfig
+from kvshot_ds.decoding.cache import RaggedCache
+from kvshot_ds.decoding.draft import Draft
+from kvshot_ds.decoding.engine import Engine, cut
+from kvshot_ds.decoding.rounds import Decoded, Round
 from kvshot_ds.decoding.run import reference, stop_tokens
-from kvshot_ds.decoding.state import Sequence
+from kvshot_ds.decoding.state import Sequences
+from kvshot_ds.drafters.base import Drafter
 from kvshot_ds.drafters.build import build_drafter
 from kvshot_ds.errors import KvshotError
+from kvshot_ds.features.spec import Store
 from kvshot_ds.target import Target
 from tests import toys
 from tests.decoding.models import FAMILIES, bound_drafter, hf_target, prompt, script
@@ -22,6 +29,15 @@ SOME = ("hidden_only-1", "kv_only-2", "hybrid-2")
 # every drafter on one target, and one of each family on the others
 PAIRS = [(family, name) for family in FAMILIES for name in toys.FAMILIES if family == "Llama" or name in SOME] + [("StableLm", "hybrid-2")]
 _targets: dict[str, Target] = {}
+
+
+def decode(target: Target, drafter: Drafter | None, p: Sequence[int], length: int, k: int, stop: Collection[int] = ()) -> Decoded:
+    return Engine(target, drafter, DraftingConfig(length=k)).decode([p], length, stop)[0]
+
+
+def generate(target: Target, drafter: Drafter, p: Sequence[int], length: int, k: int, stop: Collection[int] = ()) -> Iterator[Round]:
+    for rounds in Engine(target, drafter, DraftingConfig(length=k)).generate([p], length, stop):
+        yield rounds[0]
 
 
 def target_of(family: str) -> Target:
@@ -188,25 +204,61 @@ def test_what_does_not_fit_is_refused(llama):
             decode(llama, drafter, *args, K)
 
 
-def test_commit_keeps_the_committed_positions_only(llama):
-    needs = bound_drafter("hybrid-1", llama).required_features()
+def test_the_target_alone_makes_a_token_a_round(llama):
     p = prompt(9, 2)
+    out = decode(llama, None, p, LENGTH, K)
+    assert out.tokens == reference(llama, p, LENGTH, ())
+    assert [len(r.tokens) for r in out.rounds] == [1] * LENGTH and not any(r.drafted or r.draft_seconds > 1e-3 for r in out.rounds)
+
+
+def test_commit_keeps_the_committed_positions_only(llama):
+    """Two sequences of different lengths, one of which keeps a branch of a tree: everything equals a plain forward over what was kept."""
+    drafter = bound_drafter("hybrid-1", llama)
+    needs = drafter.required_features()
+    prompts = [prompt(9, 2), prompt(4, 3)]
+    tree = Draft(
+        torch.tensor([[3, 4, 5, 6], [7, 8, 9, 1]]), torch.tensor([[0, 0, 2, 3], [0, 0, 2, 3]]), torch.tensor([[1, 1, 2, 3]] * 2), levels=3, chain=False
+    )
     with llama.watch(needs.hidden_layers) as outputs:
-        sequence = Sequence(llama, needs, outputs)
-        following = sequence.prefill(torch.tensor(p))
-        assert following[:-1].tolist() == p[1:]
-        start = sequence.commit(following)
-        assert start.all.positions.tolist() == list(range(9)) and start.select.tolist() == [8]
-        best = sequence.verify(torch.tensor([following[-1], 3, 4, 5]))
-        start = sequence.commit(best[:2])
-        assert start.all.positions.tolist() == [9, 10] and start.rows.positions.tolist() == [10]
-        assert {len(x) for part in (start.hidden, start.keys, start.values) for x in part.values()} == {2}
-        assert sequence.length == sequence._cache.get_seq_length() == 11
+        batch = Sequences(llama, needs, outputs, 2, 30)
+        best = batch.prefill(prompts)[:, 0].argmax(-1).tolist()
+        start = batch.commit([range(9), range(4)], [[*p[1:], b] for p, b in zip(prompts, best, strict=True)])
+        assert start.all.positions.tolist() == [*range(9), *range(4)] and start.select.tolist() == [8, 12]
+        batch.verify(torch.tensor(best), tree)
+        start = batch.commit([[0, 2, 3], [0]], [[4, 5, 11], [12]])
+    assert start.all.positions.tolist() == [9, 10, 11, 4] and start.rows.positions.tolist() == [11, 4] and batch.lengths == [12, 5]
+    texts = [prompts[0] + [best[0], 4, 5], prompts[1] + [best[1]]]
+    spec = replace(needs, store=Store.all("fp32"))
+    want = [llama.features([t], spec, [[0] * len(t)])[0] for t in texts]
+    for layer in needs.hidden_layers:
+        torch.testing.assert_close(start.hidden[layer], torch.cat((want[0][f"hidden.{layer}"][9:], want[1][f"hidden.{layer}"][4:])), rtol=1e-4, atol=1e-5)
+    for layer in needs.kv_layers:
+        held = batch.cache.layer(layer)
+        for name, whole, new in (("key", held.k, start.keys[layer]), ("value", held.v, start.values[layer])):
+            mine = [w[f"{name}.{layer}"] for w in want]
+            torch.testing.assert_close(torch.cat((whole[:12], whole[30:35])), torch.cat(mine), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(new, torch.cat((mine[0][9:], mine[1][4:])), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("drafts", "best", "count"), [([], [7], 0), ([7], [7, 8], 1), ([1, 2, 3], [1, 2, 4, 5], 2), ([2, 2], [1, 2, 3], 0)])
-def test_agreeing(drafts, best, count):
-    assert agreeing(drafts, best) == count
+@pytest.mark.parametrize("name", ["kv_only-per_layer", "hybrid-2"])
+def test_the_prefix_is_not_copied_from_round_to_round(llama, name, monkeypatch):
+    """Memories stay where they are; per_layer reads the target's cache itself."""
+    drafter, places = bound_drafter(name, llama), []
+    run_layer = drafter.run_layer
+
+    def watched(i, state, *args, **options):
+        h = run_layer(i, state, *args, **options)
+        places.append([m.prefix.k.data_ptr() for m in (*state.own, *state.cross) if m.prefix is not None])
+        return h
+
+    monkeypatch.setattr(drafter, "run_layer", watched)
+    caches = []
+    layer = RaggedCache.layer
+    monkeypatch.setattr(RaggedCache, "layer", lambda cache, i: caches.append(layer(cache, i).k.data_ptr()) or layer(cache, i))
+    decode(llama, drafter, prompt(9, 2), LENGTH, K)
+    last = places[-drafter.depth :]
+    assert len(places) > 4 * drafter.depth and all(p == last[-1] for p in places[drafter.depth :])
+    assert (set(last[-1]) <= set(caches)) is (name == "kv_only-per_layer")
 
 
 def test_cut():
