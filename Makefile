@@ -1,6 +1,6 @@
 # make demo [TARGET=smollm2|tiny]   the whole way on a small target, on CPU
 # make families [TARGET=...]            the same with one drafter of every family (half an hour for smollm2 on 2 cores)
-# make bench                           attention, a whole training step, the trainer's speed and memory, a sweep's overhead, capture, reading, preparation and generation against named alternatives (three quarters of an hour)
+# make bench                           attention, a whole training step, the trainer's speed and memory, a sweep's overhead, capture, reading, preparation, generation and decoding against named alternatives (three quarters of an hour)
 # make test                         everything that has to pass: ruff, mypy, import-linter, pytest
 # make check                        the same without pytest
 # make clean                        removes what make has made here (the cache of targets stays)
@@ -34,6 +34,7 @@ bench: $(VENV)/demo.stamp
 	python -m benchmarks.read
 	python -m benchmarks.prepare --target "$(KVSHOT_SMOLLM2)"
 	python -m benchmarks.generate --target "$(KVSHOT_SMOLLM2)"
+	python -m benchmarks.decode --target "$(KVSHOT_SMOLLM2)"
 
 test: check smollm2
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false python -m pytest -n 2 --dist loadfile --no-loadscope-reorder

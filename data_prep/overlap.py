@@ -1,13 +1,11 @@
 """Words in a row: what makes two conversations near duplicates, and a conversation known to an evaluation set.
 
-n-grams are 64-bit hashes of n words (lower case, without punctuation; each ideograph is a word), so looking for them is arithmetic on arrays.
+n-grams are those of kvshot_ds/words.py.
 """
 
 from __future__ import annotations
 
-import hashlib
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -15,32 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Hashes = npt.NDArray[np.uint64]
+from kvshot_ds.words import BASE, Hashes, growing_grams, word_hashes
 
 NEAR_GRAM = 5  # words of an n-gram in near duplicates
 SHORT = 5  # words from which a short evaluation prompt is looked for within a message
 PERMUTATIONS = 128
-_BASE = np.uint64(0x9E3779B97F4A7C15)
-_WORD = re.compile(r"[\u2e80-\u9fff\uf900-\ufaff]|[^\W\u2e80-\u9fff\uf900-\ufaff]+")
-
-
-@lru_cache(maxsize=1 << 18)
-def _hash(word: str) -> int:
-    return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")
-
-
-def word_hashes(text: str) -> Hashes:
-    """A hash of each word. [words]"""
-    return np.fromiter(map(_hash, _WORD.findall(text.lower())), np.uint64)
-
-
-def growing_grams(words: Hashes, longest: int) -> Iterator[tuple[int, Hashes]]:
-    """(n, hashes of all n words in a row [words - n + 1]) for n = 1 ... longest, as far as there are words."""
-    grams = words
-    for n in range(1, min(longest, len(words)) + 1):
-        if n > 1:
-            grams = grams[:-1] * _BASE + words[n - 1 :]
-        yield n, grams
 
 
 def near_grams(texts: Iterable[str]) -> Hashes:
@@ -72,7 +49,7 @@ def band_keys(grams: Hashes, rows: int) -> npt.NDArray[np.int64]:
     minima = np.asarray(sketch.hashvalues, np.uint64)[: bands * rows].reshape(bands, rows)
     keys = np.arange(1, bands + 1, dtype=np.uint64)
     for row in range(rows):
-        keys = keys * _BASE + minima[:, row]
+        keys = keys * BASE + minima[:, row]
     return keys.view(np.int64)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from kvshot_ds import __version__
+from kvshot_ds import __version__, cli_bench, cli_export
 from kvshot_ds.errors import ConfigError, KvshotError, Preempted
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ STAGES = {
     "eval": ("kvshot_ds.evaluation", "Held-out step-wise acceptance of a trained drafter."),
     "diagnose": ("kvshot_ds.diagnostics.run", "Query estimation, gradient flow, gate, context use and drift of a trained drafter."),
     "decode": ("kvshot_ds.decoding.run", "Speculative decoding on held-out prompts, checked against the target's own generate."),
+    "bench": ("kvshot_ds.bench.run", "Speed of drafters against the target alone, prompt-lookup and assisted generation, in one process."),
+    "serve": ("kvshot_ds.serve.run", "An OpenAI-compatible HTTP server over one drafter, with acceptance in every answer, for trying it by hand."),
     "report": ("kvshot_ds.report.build", "One self-contained HTML page of everything measured: of a recipe, or of folders of runs and sweeps."),
 }
 COMMON = "Options of the recipe as a whole (name, work, target.path, ...): kvshot config options"
@@ -86,17 +88,23 @@ def split_overrides(args: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _stage(name: str, module: str, text: str) -> click.Command:
-    def run(recipe: Path, overrides: tuple[str, ...], on_ray: bool = False) -> None:
+    def run(recipe: Path, overrides: tuple[str, ...], on_ray: bool = False, serving_check: bool = False) -> None:
         from kvshot_ds.config import load_recipe
 
         resolved = load_recipe(recipe, split_overrides(overrides))
-        importlib.import_module("kvshot_ds.training.on_ray" if on_ray else module).run(resolved)
+        importlib.import_module("kvshot_ds.training.on_ray" if on_ray else "kvshot_ds.decoding.parity" if serving_check else module).run(resolved)
 
     more = {"train": RANKS, "prep": SHOW, "report": FOLDERS}.get(name)
     kind = PrepCommand if name == "prep" else StageCommand
     command = _with_recipe(kind(name, help=text, callback=_report if name == "report" else run, epilog=f"{COMMON}\n\n{more}" if more else COMMON))
     if name == "train":
         command.params.append(click.Option(["--ray", "on_ray"], is_flag=True, help="let Ray place ray.ranks ranks (kvshot config options ray)"))
+    if name == "bench":
+        command.callback = cli_bench.bench
+        command.params += cli_bench.OPTIONS
+    if name == "eval":
+        text = "also decode eval.serving_prompts held-out prompts, and fail where real decoding does not accept what the held-out rows promise"
+        command.params.append(click.Option(["--serving-check"], is_flag=True, help=text))
     if name == "report":
         command.params.append(
             click.Option(
@@ -170,6 +178,7 @@ def cli() -> None:
 
 for _name, (_module, _text) in STAGES.items():
     cli.add_command(_stage(_name, _module, _text))
+cli.add_command(cli_export.export)
 
 
 @cli.group()
@@ -228,9 +237,16 @@ drafter.add_command(_with_recipe(click.command("describe")(_describe), required=
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--target", "target_folder", required=True, type=click.Path(path_type=Path), help="Hugging Face folder of the target it was trained for")
-def _import(source: Path, out: Path, target_folder: Path) -> None:
-    """Turn a published EAGLE-3 or DFlash drafter in the folder SOURCE into a drafter folder OUT that eval, decode and init.warm_start read."""
-    report = importlib.import_module("kvshot_ds.drafters.public").import_drafter(source, target_folder, out)
+@click.option("--measure", help="settle what its layer ids mean on held-out features: a recipe whose capture is done, or a folder or URL of shards")
+def _import(source: Path, out: Path, target_folder: Path, measure: str | None) -> None:
+    """Turn a published EAGLE-3 or DFlash drafter in the folder SOURCE into a drafter folder OUT that eval, decode and init.warm_start read.
+
+    EAGLE-3 in the layouts of SpecForge, AngelSlim, the EAGLE repository and speculators; DFlash in the original one.
+    """
+    if measure is None:
+        report = importlib.import_module("kvshot_ds.drafters.public").import_drafter(source, target_folder, out)
+    else:
+        report = importlib.import_module("kvshot_ds.measure_layers").run(source, target_folder, out, measure)
     click.echo("\n".join(report.lines()))
 
 

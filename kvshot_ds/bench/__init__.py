@@ -1,0 +1,1 @@
+"""Speed of decoding: what a drafter gains, measured beside its alternatives, and predicted from acceptance and latencies."""
