@@ -82,10 +82,12 @@ def _trees(groups: Sequence[Group], target: str) -> list[Block]:
             if d is None or d.family != line["family"] or ("warm_start" if d.warm_start else "scratch") != line["variant"] or d.controls or d.last_hidden:
                 continue
             if tau := mean(run.decoding.tau.value for run in group.runs if run.decoding):
-                rows.append(Row((Cell(group.name, group.runs[0].label), Cell(f"here, {target}"), shown(tau, 2), Cell("chain")), "ours", group.style))
+                drafted = " or ".join(sorted({run.decoding.drafted_by for run in group.runs if run.decoding}))
+                rows.append(Row((Cell(group.name, group.runs[0].label), Cell(f"here, {target}"), shown(tau, 2), Cell(drafted)), "ours", group.style))
     text = (
         f"The paper's second comparison is of real decoding after training on 280,000 conversations, with a tree of depth {tree['depth']}, top "
-        f"{tree['top_k']}, {tree['nodes']} nodes. Here a chain is decoded, which commits fewer tokens: only the order within each side can be compared."
+        f"{tree['top_k']}, {tree['nodes']} nodes. A chain commits fewer tokens than a tree: where one was decoded here, "
+        "only the order within each side can be compared."
     )
     return [
         Text(text),

@@ -14,6 +14,7 @@ from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.features.manifest import worker_seconds
 from kvshot_ds.files import AnyPath, exists, read_json
 from kvshot_ds.metrics import Interval, StepCounts
+from kvshot_ds.report.decoded import Decoding, ServingCheck, read_decoding, read_serving_check
 from kvshot_ds.report.families import UNKNOWN, Drafter, drafter_of, rank, styles
 from kvshot_ds.sweep import results
 from kvshot_ds.sweep.folder import SweepFolder, Trial, TrialState
@@ -64,32 +65,10 @@ class Conversations:
 
 
 @dataclass(frozen=True)
-class Decoding:
-    """decode.json. tau: tokens committed per target forward; histogram: rounds by accepted tokens; accept_joint by step; skipped: prompts left out."""
-
-    prompts: int
-    max_new_tokens: int
-    draft_length: int
-    dtype: str
-    identical: int
-    different: int
-    cases: tuple[Any, ...]
-    tau: Interval
-    histogram: tuple[int, ...]
-    accept_joint: tuple[float | None, ...]
-    tokens: int
-    target_forwards: int
-    seconds: dict[str, float]
-    tokens_per_second: dict[str, float | None]
-    device: str
-    skipped: int
-
-
-@dataclass(frozen=True)
 class Run:
     """One trained drafter's folder. scalars: TensorBoard tag -> ((step, value), ...) in ascending steps. origins: command,
     versions and commit of each stage that left them. style: index of its colour, marker and dash everywhere on the page.
-    diagnostics: diagnostics.json. looks: heldout.json, step -> tag -> value. labels: axis -> value, of a trial of a sweep.
+    diagnostics: diagnostics.json. serving: serving_check.json. looks: heldout.json, step -> tag -> value. labels: axis -> value, of a trial of a sweep.
     checkpoint_bytes: of the checkpoints that are kept."""
 
     name: str
@@ -106,6 +85,7 @@ class Run:
     looks: dict[int, dict[str, float]] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
     checkpoint_bytes: int = 0
+    serving: ServingCheck | None = None
 
     @property
     def drafter(self) -> Drafter | None:
@@ -274,7 +254,8 @@ def read_run(folder: Path) -> Run:
         train=_read(folder / "train.json", "kvshot train", dict),
         evaluation=_read(folder / "eval.json", "kvshot eval", _evaluation),
         conversations=_read(folder / "eval_conversations.json", "kvshot eval", _conversations),
-        decoding=_read(folder / "decode.json", "kvshot decode", _decoding),
+        decoding=_read(folder / "decode.json", "kvshot decode", read_decoding),
+        serving=_read(folder / "serving_check.json", "kvshot eval --serving-check", read_serving_check),
         scalars=_scalars(folder / "tensorboard"),
         origins=tuple(_origins(folder)),
         diagnostics=_read(folder / "diagnostics.json", "kvshot diagnose", _diagnostics),
@@ -293,8 +274,8 @@ def _origins(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     trained = _read(folder / "provenance.json", "kvshot train", dict)
     if trained:
         yield "train", trained
-    for stage in ("eval", "decode"):
-        found = _read(folder / f"{stage}.json", f"kvshot {stage}", lambda value: value.get("provenance"))
+    for stage, name in (("eval", "eval"), ("eval --serving-check", "serving_check"), ("decode", "decode")):
+        found = _read(folder / f"{name}.json", f"kvshot {stage}", lambda value: value.get("provenance"))
         if found:
             yield stage, found
 
@@ -363,28 +344,6 @@ def _evaluation(data: Mapping[str, Any]) -> Evaluation:
 
 def _conversations(data: Mapping[str, Any]) -> Conversations:
     return Conversations(tuple(data["keys"]), StepCounts(data["den"], data["top1"], data["joint"], data["prob"]), tuple(data.get("bigram", ())))
-
-
-def _decoding(data: Mapping[str, Any]) -> Decoding:
-    lossless = data["lossless"]
-    return Decoding(
-        prompts=data["prompts"],
-        max_new_tokens=data["max_new_tokens"],
-        draft_length=data["draft_length"],
-        dtype=data["dtype"],
-        identical=lossless["identical"],
-        different=lossless["different"],
-        cases=tuple(lossless.get("cases", [])),
-        tau=_interval(data["tau"]),
-        histogram=tuple(data["histogram"]),
-        accept_joint=tuple(data["accept_joint"]),
-        tokens=data["tokens"],
-        target_forwards=data["target_forwards"],
-        seconds=dict(data["seconds"]),
-        tokens_per_second=dict(data["tokens_per_second"]),
-        device=data.get("device", ""),
-        skipped=len(data.get("skipped", [])),
-    )
 
 
 def _timings(data: Any) -> dict[str, float]:

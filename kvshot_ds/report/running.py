@@ -6,8 +6,9 @@ from typing import Any
 
 from kvshot_ds.report import blocks as b
 from kvshot_ds.report.blocks import Block, Cell, Code, Details, Figure, LegendItem, Panel, Row, Table, Text
+from kvshot_ds.report.decoded import Decoding
 from kvshot_ds.report.figures import Chart, Series
-from kvshot_ds.report.gather import Decoding, Run
+from kvshot_ds.report.gather import Run
 
 
 def decoding_blocks(runs: tuple[Run, ...]) -> list[Block]:
@@ -17,55 +18,67 @@ def decoding_blocks(runs: tuple[Run, ...]) -> list[Block]:
     if not decoded:
         return gaps or [b.missing("decoding", "decode")]
     how = Text(
-        "Greedy chain decoding on held-out prompts: the drafter proposes, the target checks in one forward. Each output is compared token for token with "
-        "the target's own generate. Speed is this implementation's on the machine that ran it, over few prompts and without an interval: where generate alone "
-        "differs from row to row, so does the machine. A small target on a CPU leaves little to gain."
+        "Decoding of held-out prompts: the drafter proposes a chain or a tree, the target checks it in one forward. Greedy output is compared token for token "
+        "with the target's own generate, sampled output with the target alone and the same noise, where there is such a thing. Speed is this "
+        "implementation's on the machine that ran it, over few prompts and without an interval: where the target alone "
+        "differs from row to row, so does the machine. A small target on a CPU leaves little to gain; kvshot bench is the tool for speed."
     )
     cases = [Details(f"{run.name}: the outputs that differ", (Code("\n".join(map(str, d.cases))),)) for run, d in decoded if d.different]
-    return [how, *gaps, _decoding_table(decoded), *cases, _joint_figure(decoded)]
+    notes = [Text(f"{run.name} was not compared token for token: {d.why}.", "note") for run, d in decoded if d.why]
+    return [how, *gaps, *notes, _decoding_table(decoded), *cases, _joint_figure(decoded)]
 
 
 def _decoding_table(decoded: list[tuple[Run, Decoding]]) -> Table:
     rows = []
     for run, d in decoded:
-        drafted, generate = d.tokens_per_second.get("drafted"), d.tokens_per_second.get("generate")
-        ratio = drafted / generate if drafted is not None and generate else None
-        total, draft = d.seconds.get("drafted"), d.seconds.get("draft")
-        share = draft / total if draft is not None and total else None
-        prompts = f"{d.prompts} prompts" + (f" ({d.skipped} skipped)" if d.skipped else "")
-        setting = (prompts, f"{d.max_new_tokens} new tokens", f"{d.draft_length} drafted", d.dtype, d.device)
+        drafted, alone = d.tokens_per_second.get("drafted"), d.tokens_per_second.get("alone")
+        ratio = drafted / alone if drafted is not None and alone else None
+        prompts = f"{d.prompts} prompts" + (f" ({d.skipped} skipped)" if d.skipped else "") + (f", {d.batch} at once" if d.batch > 1 else "")
+        sampled = f"temperature {d.temperature:g}" if d.temperature else ""
+        setting = (prompts, f"{d.max_new_tokens} new tokens", sampled, d.dtype, d.device)
         cells = (
             Cell(run.name, ", ".join(part for part in setting if part)),
-            Cell(f"{d.identical} identical", f"{d.different} different", d.identical),
+            Cell(f"{d.identical} identical", f"{d.different} different", d.identical) if d.against else Cell("by distribution", "no token check"),
+            Cell(d.drafted_by, "" if d.nodes is None else f"{d.nodes:.1f} tokens verified a round"),
             Cell(", ".join(map(str, d.histogram)), bars=d.histogram, style=run.style),
             b.measured(d.tau, 2, "τ"),
             b.counted(d.tokens, f"in {b.integer(d.target_forwards)} forwards"),
             b.shown(drafted, 1),
-            b.shown(generate, 1),
+            b.shown(alone, 1),
             Cell("–" if ratio is None else f"{ratio:.2f}×", value=ratio),
-            Cell(b.percent(share), value=share),
+            *(_share(d, part) for part in ("draft", "verify", "other")),
         )
         rows.append(Row(cells, "alarm" if d.different else "", run.style))
-    head = ("drafter", "lossless", "rounds by accepted tokens", "τ", "tokens", "tokens/s drafted", "tokens/s generate", "speed ratio", "time in drafter")
-    return Table("Real decoding", head, tuple(rows), words=3)
+    head = (
+        "drafter", "lossless", "drafted as", "rounds by accepted tokens", "τ", "tokens", "tokens/s drafted", "tokens/s of the target alone", "speed ratio",
+        "time in drafter", "in target", "in neither",
+    )  # fmt: skip
+    return Table("Real decoding", head, tuple(rows), words=4)
+
+
+def _share(d: Decoding, part: str) -> Cell:
+    total, seconds = d.seconds.get("drafted"), d.seconds.get(part)
+    share = seconds / total if seconds is not None and total else None
+    return Cell(b.percent(share), value=share)
 
 
 def _joint_figure(decoded: list[tuple[Run, Decoding]]) -> Figure:
-    """Joint acceptance by step of each run: decoding, and held-out where measured."""
+    """Joint acceptance by step (of a tree: level) of each run: decoding, and held-out where measured. The table has the conditional ones too."""
     panels, rows = [], []
-    steps = max(len(d.accept_joint) for _, d in decoded)
+    steps = max(len(d.joint) for _, d in decoded)
     for run, d in decoded:
-        held = tuple(r.interval.value for r in run.evaluation.joint[: len(d.accept_joint)]) if run.evaluation else ()
-        named = (("real decoding", d.accept_joint, False), ("held-out rows", held, True))
+        held = tuple(r.interval.value for r in run.evaluation.joint[: len(d.joint)]) if run.evaluation else ()
+        named = (("real decoding", tuple(rate.value for rate in d.joint), False), ("held-out rows", held, True))
         series = tuple(Series(name, run.style, tuple(range(len(values))), values, dashed=dashed) for name, values, dashed in named if values)
         text = f"Joint acceptance of {run.name} by draft step: {' and '.join(s.label for s in series)}."
         panels.append(Panel(run.name, Chart("draft step k", "joint acceptance", series, text, integer_x=True)))
-        rows += [Row((Cell(run.name), Cell(s.label), *b.padded([b.shown(v) for v in s.y], steps)), style=run.style) for s in series]
+        lines = [(s.label, s.y) for s in series] + [("real decoding, given that all before were accepted", d.conditional)]
+        rows += [Row((Cell(run.name), Cell(label), *b.padded([b.shown(v) for v in values], steps)), style=run.style) for label, values in lines]
     legend = (LegendItem("real decoding: share of rounds"), LegendItem("held-out, teacher-forced: share of rows", dashed=True))
-    data = Table("Joint acceptance by draft step", ("drafter", "measured in", *(f"≤ {k}" for k in range(steps))), tuple(rows), words=2)
+    data = Table("Joint and conditional acceptance by draft step", ("drafter", "measured in", *map(str, range(steps))), tuple(rows), words=2)
     caption = (
-        "Right at all steps up to k: real decoding beside the held-out joint acceptance. A round starts where the last one stopped, "
-        "so the two need not agree exactly."
+        "Right at all steps up to k (of a tree: accepted down to level k + 1): real decoding beside the held-out joint acceptance of chains. A round starts "
+        "where the last one stopped, so the two need not agree exactly: see Training against serving."
     )
     return Figure("joint", caption, tuple(panels), legend, data)
 

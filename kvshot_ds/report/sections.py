@@ -29,6 +29,7 @@ from kvshot_ds.report.numbers import Numbers, numbers_of
 from kvshot_ds.report.paper import paper_blocks
 from kvshot_ds.report.predictions import predictions
 from kvshot_ds.report.running import decoding_blocks, training_blocks, training_table
+from kvshot_ds.report.serving import serving_blocks
 from kvshot_ds.report.sweeps import summary, sweep_blocks
 from kvshot_ds.sweep.compare import Table as SweepTable
 
@@ -50,6 +51,8 @@ _DEFINITIONS = (
     ("joint MAT", "1 + Σₖ jointₖ: the same without assuming independence; never to be compared with MAT"),
     ("retention", "α at the last step over α₀"),
     ("τ", "tokens committed per target forward in real decoding: accepted + 1"),
+    ("conditional", "in real decoding: of the rounds that accepted all drafts before this step, the share that accepted this one too"),
+    ("serving check", "joint MAT in steps that change one thing each, from held-out rows to real decoding; two of the differences must vanish"),
     ("interval", "percentile bootstrap; whole conversations are drawn, ratios are of sums"),
     ("bounds", SAID),
     ("bigram table", "proposes the token that most often followed the current one in the training answers; knows nothing of the target's state"),
@@ -66,14 +69,15 @@ def build_sections(work: Work, recipe: Recipe) -> list[Section]:
     against = {scope: compared(scope) for scope in swept if scope.groups}
     cells = _cells(work, everything)
     found = comparisons(work.alone, recipe.eval, commands)
-    decoded = (*work.alone, *(run for run in work.runs if run not in work.alone and run.decoding))
+    decoded = (*work.alone, *(run for run in work.runs if run not in work.alone and (run.decoding or run.serving)))
     return [
         Section("glance", "At a glance", _glance(work.alone, found, swept, numbers, against)),
         Section("what", "What was measured", _what(work, recipe, target, everything)),
         *(Section(f"sweep-{n}", scope.title, _swept(scope, numbers, against, recipe.eval)) for n, scope in enumerate(swept)),
         *([Section("acceptance", "Held-out acceptance", acceptance_blocks(work.alone))] if work.alone or not swept else []),
         *([Section("comparisons", "Comparisons", comparison_blocks(found))] if work.alone or not swept else []),
-        Section("decoding", "Real speculative decoding", decoding_blocks(decoded)),
+        Section("decoding", "Real speculative decoding", decoding_blocks(tuple(run for run in decoded if run in work.alone or run.decoding))),
+        Section("serving", "Training against serving", serving_blocks(tuple(run for run in decoded if run.evaluation or run.serving))),
         Section("training", "Training", _training(work, everything)),
         Section("diagnostics", "Diagnostics", diagnosed_blocks(everything) or [b.missing("diagnostics", "diagnose")]),
         Section("verdicts", "The paper's predictions", verdicts.blocks(predictions(cells, recipe.eval))),
@@ -253,7 +257,7 @@ def _time(work: Work) -> list[Block]:
         decode = run.decoding.seconds if run.decoding else {}
         inside[f"train {run.name}"] = ((run.train or {}).get("seconds"), "", run.style)
         inside[f"eval {run.name}"] = (run.evaluation.seconds if run.evaluation else None, "", run.style)
-        inside[f"decode {run.name}"] = (decode.get("drafted"), f"generate alone: {b.duration(decode.get('generate'))}", run.style)
+        inside[f"decode {run.name}"] = (decode.get("drafted"), f"the target alone: {b.duration(decode.get('alone'))}", run.style)
     rows = []
     for stage in dict.fromkeys([*whole, *inside]):
         seconds, sub, style = inside.get(stage, (None, "", None))

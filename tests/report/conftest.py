@@ -88,6 +88,77 @@ def write_eval(folder: Path, name: str, drafter: dict[str, Any], target: str) ->
     write_json(folder / "eval_conversations.json", {"keys": [f"c{i}" for i in range(CONVERSATIONS)], **lines})
 
 
+def write_decode(folder: Path, name: str, **changes: Any) -> None:
+    """decode.json of a chain of 7."""
+    right, counted = (53, 24, 13, 6, 3, 1, 0), (114, 112, 110, 108, 106, 104, 102)
+    rates = [
+        {"k": k, "num": a, "den": n, "value": a / n, "low": a / n - 0.01, "high": a / n + 0.01} for k, (a, n) in enumerate(zip(right, counted, strict=True))
+    ]
+    result = {
+        "name": name,
+        "prompts": 6,
+        "max_new_tokens": 32,
+        "strategy": "chain",
+        "drafting": {"strategy": "chain", "length": 7},
+        "sampling": {"temperature": 0.0, "scheme": "rejection"},
+        "batch": 1,
+        "levels": 7,
+        "dtype": "fp32",
+        "device": "cpu",
+        "skipped": [{"id": "c9", "reason": "it has no assistant turn"}],
+        "lossless": {"against": "generate", "why": "", "identical": 6, "different": 0, "cases": []},
+        "tau": {"value": 1.684, "low": 1.512, "high": 1.871},
+        "confidence": 0.95,
+        "histogram": [61, 29, 11, 7, 3, 2, 1, 0],
+        "joint": rates,
+        "conditional": [{"k": k, "num": a, "den": n, "value": a / n} for k, (a, n) in enumerate(zip(right, (114, *right[:-1]), strict=True))],
+        "nodes": 6.9,
+        "tokens": 192,
+        "target_forwards": 114,
+        "seconds": {"drafted": 12.5, "alone": 10.0, "draft": 5.0, "verify": 7.0, "other": 0.5},
+        "tokens_per_second": {"drafted": 15.36, "alone": 19.2},
+    }
+    write_json(folder / "decode.json", {**result, **changes})
+
+
+def write_serving_check(folder: Path, name: str, **changes: Any) -> None:
+    """serving_check.json of a drafter that is served as it was trained."""
+    mats = {"heldout": 1.71, "same": 1.733, "retaken": 1.734, "text": 1.702, "starts": 1.655, "decoded": 1.655}
+    pairs = {"conversations": ("same", "heldout"), "features": ("retaken", "same"), "text": ("text", "retaken"), "starts": ("starts", "text"), "path": ("decoded", "starts")}  # fmt: skip  # noqa: E501
+
+    def ends(value: float, half: float) -> dict[str, float]:
+        return {"value": value, "low": value - half, "high": value + half}
+
+    differences = {key: {**ends(mats[a] - mats[b], 0.03125 if key in ("text", "starts") else 0.0), "judged": key in ("features", "path")} for key, (a, b) in pairs.items()}  # fmt: skip  # noqa: E501
+    differences["conversations"] |= {"low": None, "high": None}
+    result = {
+        "name": name,
+        "passed": True,
+        "faults": [],
+        "steps": 6,
+        "dtype": "fp32",
+        "confidence": 0.95,
+        "tolerance": 0.02,
+        "joint_mat": {rung: ends(value, 0.0625) for rung, value in mats.items()},
+        "joint": {rung: [{"k": k, "num": 3, "den": 10, "value": 0.3} for k in range(6)] for rung in mats},
+        "differences": differences,
+        "rounds": 1234,
+        "rounds_different": 0,
+        "positions": 2345,
+        "positions_different": 0,
+        "tau": ends(1.639, 0.0625),
+        "tokens": 2400,
+        "agreeing": 1800,
+        "conversations": 20,
+        "skipped": [],
+        "max_new_tokens": 128,
+        "batch": 1,
+        "device": "cpu",
+        "seconds": 9.5,
+    }
+    write_json(folder / "serving_check.json", {**result, **changes})
+
+
 def write_run(work: Path, name: str, drafter: dict[str, Any], target: str = "Some-Target", options: dict[str, Any] | None = None) -> Path:
     """A complete run folder without event files. options: of training, besides the drafter."""
     folder = work / "runs" / name
@@ -101,26 +172,8 @@ def write_run(work: Path, name: str, drafter: dict[str, Any], target: str = "Som
         "resumed_from": [{"step": 20, "world_size": 2}],
     }
     write_json(folder / "train.json", {**train, **more})
-    decode = {
-        "name": name,
-        "prompts": 6,
-        "max_new_tokens": 32,
-        "draft_length": 7,
-        "dtype": "fp32",
-        "device": "cpu",
-        "skipped": [{"id": "c9"}],
-        "lossless": {"identical": 6, "different": 0, "cases": []},
-    }
-    speed = {"seconds": {"drafted": 12.5, "generate": 10.0, "draft": 5.0, "verify": 7.0}, "tokens_per_second": {"drafted": 15.36, "generate": 19.2}}
-    tau = {"value": 1.684, "low": 1.512, "high": 1.871}
-    rounds = {
-        "tau": tau,
-        "histogram": [61, 29, 11, 7, 3, 2, 1, 0],
-        "accept_joint": [0.4649, 0.2105, 0.114, 0.0526, 0.0263, 0.0088, 0.0],
-        "tokens": 192,
-        "target_forwards": 114,
-    }
-    write_json(folder / "decode.json", {**decode, **rounds, **speed})
+    write_decode(folder, name)
+    write_serving_check(folder, name)
     write_atomic(folder / "recipe.yaml", dump_recipe(recipe_for(work, "run", drafter, train=options)))
     write_json(
         folder / "provenance.json",

@@ -63,7 +63,7 @@ def test_numbers_equal_those_of_the_json_files(work, build_page):
         assert (difference, f"{difference:+.3f}".replace("-", "−")) in shown
         assert (decoded["tau"]["value"], "1.68") in shown and "1.51–1.87" in page.text
         assert (15.36, "15.4") in shown and (19.2, "19.2") in shown and (15.36 / 19.2, "0.80×") in shown and (0.4, "40.0%") in shown
-        assert (decoded["accept_joint"][0], "0.465") in shown and (result["joint"][0]["value"], f"{result['joint'][0]['value']:.3f}") in shown
+        assert (decoded["joint"][0]["value"], "0.465") in shown and (result["joint"][0]["value"], f"{result['joint'][0]['value']:.3f}") in shown
     assert "61 rounds with 0, 29 rounds with 1" in (work / "report" / "index.html").read_text(encoding="utf-8")
     assert "216 conversations, 21,600 tokens" in page.text and "24 conversations, 2,400 tokens" in page.text
     assert (121.5, "2 min 02 s") in shown and (121.5 + 34 + 66, "3 min 42 s") in shown
@@ -77,14 +77,15 @@ def test_says_what_a_reader_must_know(work, build_page):
     assert "by conversation, 10% held out" in text
     assert "lossless on every prompt tried: all 24 outputs" in text
     assert "Beside the paper (Qwen3-8B, another target)" in text
-    assert "6 prompts (1 skipped), 32 new tokens, 7 drafted, fp32, cpu" in text
+    assert "6 prompts (1 skipped), 32 new tokens, fp32, cpu" in text and "chain of 7" in text
     assert "2.12.0, 2.13.0 (stages differ)" in text and "kvshot train recipes/b_kv.yaml" in text
     assert text.startswith("My drafters My drafters")
 
 
 def test_a_lossy_decoding_is_shouted(work, build_page):
     path = work / "runs" / "d_hybrid" / "decode.json"
-    write_json(path, {**read(path), "lossless": {"identical": 5, "different": 1, "cases": [{"key": "c7", "position": 3}]}})
+    lossless = {"against": "generate", "why": "", "identical": 5, "different": 1, "cases": [{"key": "c7", "position": 3}]}
+    write_json(path, {**read(path), "lossless": lossless})
     page = build_page(recipe_for(work))
     assert "Decoding is NOT lossless: 1 of 24 outputs differ" in page.text and "'key': 'c7'" in page.text
     assert any(tag == "tr" and attrs.get("class") == "alarm" for tag, attrs in page.tags)
