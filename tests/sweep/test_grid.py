@@ -91,7 +91,7 @@ def test_exclusions() -> None:
         ([{"target.path": ["x"]}], {}, r"target\.path cannot vary within a sweep; .*`work` of its own"),
         ([{"capture.features.kv_layers": ["all"]}], {}, r"cannot vary within a sweep; capture once what any cell reads"),
         ([{"eval.steps": [3]}], {}, r"all trials are measured alike"),
-        ([{"decode.draft_length": [3]}], {}, r"only options below train\. shape a drafter"),
+        ([{"decode.drafting.length": [3]}], {}, r"only options below train\. shape a drafter"),
         ([{"train.data_workers": [0, 1]}], {}, r"does not shape the weights"),
         ([{"a": {"b": {"train.seed": 1}}}], {}, r"name them in sweep\.seeds"),
         ([{"a": {"b c": {}}}], {}, r"a variant's name without blanks"),
@@ -424,7 +424,7 @@ def test_every_sweep_recipe_expands(path: Path) -> None:
         gate = getattr(trial_recipe(recipe, trial).train.drafter, "gate", None)
         assert gate is None or gate.scheduled_steps < grid.steps[trial.name]
     assert path.stem == "sweep_scale" or len(set(grid.steps.values())) == 1
-    assert {"sweep_table5": 12, "sweep_table6": 8, "sweep_gate": 8, "sweep_families": 11}.get(path.stem, len(cells_)) == len(cells_)
+    assert {"sweep_table5": 12, "sweep_table6": 8, "sweep_gate": 8, "sweep_families": 10}.get(path.stem, len(cells_)) == len(cells_)
 
 
 def test_the_documented_table_of_recipes_is_that_of_the_folders() -> None:
