@@ -19,7 +19,7 @@ PUBLISHED = {"smollm2-135m": (134_515_008, True), "qwen3-8b": (8_190_735_360, Fa
 
 
 def recipe(target: Path, **train: object) -> Recipe:
-    return Recipe.model_validate({"name": "r", "work": "w", "target": {"path": target}, "train": train, "decode": {"draft_length": 5}})
+    return Recipe.model_validate({"name": "r", "work": "w", "target": {"path": target}, "train": train, "decode": {"drafting": {"length": 5}}})
 
 
 @pytest.fixture
