@@ -124,7 +124,7 @@ def test_the_control_of_the_same_seed_is_taken(work):
     other = work / "runs" / "c_none_seed1"
     shutil.copytree(work / "runs" / "c_none", other)
     text = (other / "recipe.yaml").read_text(encoding="utf-8")
-    assert text.count("  seed: 0\n") == 4  # prep, train, eval, diagnose
+    assert text.count("  seed: 0\n") == 5  # prep, train, eval, diagnose, decode.sampling
     (other / "recipe.yaml").write_text(text.replace("  seed: 0\n", "  seed: 1\n"), encoding="utf-8")
     runs = tuple(read_run(work / "runs" / name) for name in ("b_kv", "c_none", "c_none_seed1"))
     options = recipe_for(work).eval
