@@ -14,6 +14,7 @@ import yaml
 
 from kvshot_ds.errors import ConfigError
 from kvshot_ds.files import glimpse
+from kvshot_ds.tables import aligned
 from kvshot_ds.training import status
 from kvshot_ds.training.status import Status
 from kvshot_ds.typed import dotted, parse
@@ -232,7 +233,7 @@ def table(lines: Sequence[RunLine]) -> list[str]:
         )
         for line in lines
     ]
-    return _aligned(rows) + [f"{line.name}: {line.state}: {line.reason}" for line in lines if line.reason]
+    return aligned(rows) + [f"{line.name}: {line.state}: {line.reason}" for line in lines if line.reason]
 
 
 def page(found: RunPage) -> list[str]:
@@ -250,12 +251,12 @@ def page(found: RunPage) -> list[str]:
     if found.points:
         rows = [("step", *(tag.removeprefix("train/") for tag in _TAGS))]
         rows += [(str(step), *(_number(values.get(tag), 3) for tag in _TAGS)) for step, values in found.points.items() if _TAGS[0] in values]
-        out += ["", "last points", *(f"  {text}" for text in _aligned(rows))]
+        out += ["", "last points", *(f"  {text}" for text in aligned(rows))]
     if found.heldout:
         tags = ("loss", "mat", "mat_joint", "accept_top1/0", "retention", "conversations")
         rows = [("step", *tags)]
         rows += [(str(step), *(_number(values.get(f"heldout/{tag}"), 3) for tag in tags)) for step, values in sorted(found.heldout.items())[-_LAST:]]
-        out += ["", "held-out", *(f"  {text}" for text in _aligned(rows))]
+        out += ["", "held-out", *(f"  {text}" for text in aligned(rows))]
     if found.checkpoints:
         best = glimpse(Path(line.folder) / "checkpoints" / "best.json")
         chosen = f"  (best: {best.get('metric')} {_number(best.get('value'), 3)})"
@@ -269,11 +270,6 @@ def page(found: RunPage) -> list[str]:
     if line.state not in ("running", "exporting"):
         out.append(f"continue: kvshot train {Path(line.folder) / 'recipe.yaml'}  (under the launcher, for several ranks)")
     return out
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -31,7 +31,7 @@ from kvshot_ds.provenance import origin
 from kvshot_ds.target import Target
 
 STEPS = 6  # draft steps 1 .. 6 of a chain, of which the mean is taken: a later one sees a few more entries
-_ROUNDS = 24  # tokens decoded to see what a round spends outside the models
+OVERHEAD_TOKENS = 24  # tokens decoded to see what a round spends outside the models
 _NOTHING = FeatureSpec((), (), "none", Store.all("bf16"))
 
 
@@ -100,7 +100,7 @@ def _bound(drafter: Drafter, target: Target) -> Drafter:
 @torch.inference_mode()
 def measure(target: Target, drafters: Sequence[Measured], options: LatencyConfig, drafting: DraftingConfig) -> LatencyTable:
     """drafting: the chain, or also the tree, whose rounds show the seconds outside the models. Raises ConfigError if a context does not fit the target's."""
-    most = max(max(options.widths), max(options.positions), _ROUNDS)
+    most = max(max(options.widths), max(options.positions), OVERHEAD_TOKENS)
     if max(options.contexts) + most > target.geometry.max_positions:
         raise ConfigError(
             f"bench.latency.contexts={list(options.contexts)}: with {most} new tokens beyond the target's context of {target.geometry.max_positions}; "
@@ -218,7 +218,7 @@ def overhead(target: Target, drafter: Drafter | None, drafting: DraftingConfig, 
     prompt, first = _tokens(target, min(options.contexts)), list[float]()
     for timed in (False, True, True):
         last = time.perf_counter()
-        for number, rounds in enumerate(engine.generate([prompt], _ROUNDS)):
+        for number, rounds in enumerate(engine.generate([prompt], OVERHEAD_TOKENS)):
             now, one = time.perf_counter(), rounds[0]
             if timed and number:
                 (found if number > 1 else first).append(max(0.0, now - last - one.draft_seconds - one.verify_seconds))

@@ -17,8 +17,6 @@ from kvshot_ds.drafters.block import BlockDrafter
 from kvshot_ds.errors import KvshotError
 from kvshot_ds.target import Target
 
-_OVERHEAD_TOKENS = 24  # that latency.py decodes to see what a round spends outside the models
-
 
 @dataclass(frozen=True)
 class Subject:
@@ -67,7 +65,7 @@ def _points(shapes: Sequence[RoundShape], context: int, limit: int, options: Ben
     most = max([s.levels + 1 for s in shapes], default=1)
     positions = {p for p in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48) if p < most} | {most}
     rows = {1, *(rows for s in shapes for rows in s.steps)}
-    context = min(context, limit - max(*widths, *positions, _OVERHEAD_TOKENS))
+    context = min(context, limit - max(*widths, *positions, latency.OVERHEAD_TOKENS))
     if context < 1:
         return None
     sizes: Mapping[str, Any] = {"contexts": (context,), "widths": tuple(sorted(widths)), "positions": tuple(sorted(positions)), "rows": tuple(sorted(rows))}

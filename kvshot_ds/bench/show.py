@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvshot_ds.bench.methods import GENERATE, LOOKUP, LOOP
+from kvshot_ds.tables import aligned
 
 _MIB = 1 << 20
 
@@ -18,9 +19,9 @@ def text(result: dict[str, Any]) -> str:
         f"{len(result['questions']['asked'])} prompts, up to {result['max_new_tokens']} new tokens, median of {result['repeats']}; "
         f"{result['confidence']:.0%} intervals over prompts",
         "",
-        *_table([_HEAD, *(_speed(one) for one in result["methods"])]),
+        *aligned([_HEAD, *(_speed(one) for one in result["methods"])]),
         "",
-        *_table([_PARTS, *(_parts(one) for one in result["methods"])]),
+        *aligned([_PARTS, *(_parts(one) for one in result["methods"])]),
         "",
         *(line for one in result["methods"] if one["joint"] for line in _acceptance(one)),
     ]
@@ -28,7 +29,7 @@ def text(result: dict[str, Any]) -> str:
     if len(sources) > 1:
         rows = [("method", *sources)]
         rows += [(one["name"], *(_source(one["by_source"][s]) for s in sources)) for one in result["methods"]]
-        lines += ["", f"tokens/s, x {GENERATE}, tau by source", *_table(rows)]
+        lines += ["", f"tokens/s, x {GENERATE}, tau by source", *aligned(rows)]
     return "\n".join([*lines, *_notes(result)])
 
 
@@ -111,8 +112,3 @@ def _interval(found: dict[str, Any] | None) -> str:
 
 def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1e3 * seconds:.1f}"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -23,6 +23,7 @@ from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.evaluation import COUNTS
 from kvshot_ds.files import read_object
 from kvshot_ds.metrics import Interval, StepCounts
+from kvshot_ds.tables import aligned
 from kvshot_ds.target import load_geometry
 
 
@@ -137,9 +138,8 @@ def text(simulated: Sequence[Simulated], table: LatencyTable) -> str:
         about = f"context {p.context:g}{' (outside the table: its nearest context answers)' if p.outside else ''}"
         head = ("round", "tokens a round", "ms a round", "draft", "verify", "other", "speed-up over the target alone", "")
         rows = [head, *(_line(one, one is p) for one in s.predictions)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines += ["", f"{s.name} ({s.drafter.family}, {s.drafter.parameters:,} parameters), acceptance of {s.source}, {about}"]
-        lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines += aligned(rows)
         lines += [f"note: {note}" for note in s.notes]
     return "\n".join(lines)
 

@@ -117,11 +117,10 @@ class Engine:
         return 1 + (self.drafting.length if self.drafting.strategy == "chain" else tree.most_nodes(self.drafting))
 
     def _proposed(self, memory: DraftState, start: Start, length: int, numbers: torch.Tensor) -> Draft:
-        length = min(length, self.drafting.length if self.drafting.strategy == "chain" else length)
         if self.drafter is None or not length:
             return Draft.in_line(start.tokens.new_empty(len(start.select), 0))
         if self.drafting.strategy == "chain":
-            return chain.propose(self.drafter, memory, start, self.drafting, length, self.sampler, numbers)
+            return chain.propose(self.drafter, memory, start, self.drafting, min(length, self.drafting.length), self.sampler, numbers)
         return tree.propose(self.drafter, memory, start, self.drafting, length)
 
     def _chosen(self, logits: torch.Tensor, positions: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

@@ -45,6 +45,7 @@ from kvshot_ds.files import file_sha256, read_json, read_object, write_json
 from kvshot_ds.metrics import StepCounts
 from kvshot_ds.objectives.objective import Objective
 from kvshot_ds.provenance import digest, origin, versions
+from kvshot_ds.tables import aligned
 from kvshot_ds.target import Target, weights_digest
 
 RESULT = "serving_check.json"
@@ -221,5 +222,4 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
         cells = [f"{mat['value']:.3f}" if (mat := r["joint_mat"][rung])["value"] is not None else "-" for rung in RUNGS]
         tau = "-" if r["tau"]["value"] is None else f"{r['tau']['value']:.3f}"
         rows.append((r["name"], "passed" if r["passed"] else "FAILED", *cells, tau, f"{r['rounds_different']} of {r['rounds']}"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(aligned(rows))

@@ -24,6 +24,7 @@ from kvshot_ds.errors import KvshotError
 from kvshot_ds.features.spec import DTYPES
 from kvshot_ds.files import read_json, write_json
 from kvshot_ds.provenance import digest, origin
+from kvshot_ds.tables import aligned
 from kvshot_ds.target import Target, load_geometry, weights_digest
 
 __all__ = ["Compared", "Prompt", "compare", "difference", "read_prompts", "reference", "run", "stop_tokens", "summary", "table"]
@@ -251,8 +252,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         split = "/".join(f"{seconds[part] / seconds['drafted']:.0%}" for part in ("draft", "verify", "other"))
         speeds = f"{speed['drafted']:.1f}", f"{speed['alone']:.1f}", split
         rows.append((r["name"], r["strategy"], identical, value, " ".join(map(str, r["histogram"])), *speeds, str(len(r["skipped"]))))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = aligned(rows)
     for r in results:
         lines += [f"{r['name']}: {c['id']} differs at new token {c['position']} (margin {c['margin']:.2g})" for c in r["lossless"]["cases"]]
         lines += [f"{r['name']}: not compared token for token: {r['lossless']['why']}"] if r["lossless"]["why"] else []
