@@ -23,7 +23,7 @@ SMALL = LatencyConfig(contexts=(9, 21), widths=(1, 3, 6), positions=(1, 2, 4), r
 
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch):
-    monkeypatch.setattr(latency, "_ROUNDS", 6)
+    monkeypatch.setattr(latency, "OVERHEAD_TOKENS", 6)
 
 
 def measured(name: str, target) -> latency.Measured:
