@@ -204,7 +204,7 @@ def test_every_family_and_recipe_has_its_place():
     text = (ROOT / "docs" / "drafters.md").read_text(encoding="utf-8")
     families = {variant.model_fields["family"].default for variant in AnyDrafterConfig.__args__}
     assert families == set(FAMILIES) and all(f"`{family}`" in text for family in families)
-    recipes = {p.stem for p in (ROOT / "recipes" / "smollm2_135m").glob("*.yaml") if not p.stem.startswith(("base", "study", "sweep_"))}
+    recipes = {p.stem for p in (ROOT / "recipes" / "smollm2_135m").glob("*.yaml") if not p.stem.startswith(("base", "study", "sweep_", "fast"))}
     assert set(re.findall(r"^<!-- curves:(\S+) -->$", text, flags=re.MULTILINE)) == recipes
     assert text.count("<!-- curves -->\n") == 1 and len(re.findall(f"^{END}$", text, flags=re.MULTILINE)) == len(recipes) + 1
     for section in ("Adding a family", "Published checkpoints", "Limits", "Objectives", "Alignment: which row sees what"):

@@ -31,6 +31,7 @@ FAMILIES: dict[str, AnyDrafterConfig] = {
     "kv_only-mlp": KVOnlyConfig(depth=1, kv={"projector": "mlp", "projector_init": "random", "qk_norm": True}),
     "kv_only-mlp_norm": KVOnlyConfig(depth=1, kv={"injection": "linear", "projector": "mlp_norm", "projector_init": "random", "layers": "all"}),
     "kv_only-hidden_to_kv": KVOnlyConfig(depth=2, kv={"injection": "hidden_to_kv", "projector_init": "random"}),
+    "kv_only-anchored": KVOnlyConfig(depth=2, hidden_layers="eagle3", kv={"projector_init": "random"}),
     "hybrid-1": HybridConfig(),
     "hybrid-2": HybridConfig(depth=2, gate={"init": "bias:-1"}, kv={"projector_init": "random"}),
     "hybrid-per_head": HybridConfig(gate={"kind": "per_head"}, kv={"injection": "head_concat"}),

@@ -97,6 +97,9 @@ class KVOnlyConfig(Section):
 
     family: Literal["kv_only"] = Field("kv_only", description="KV-only drafter")
     depth: int = Field(2, ge=1, le=8, description="decoder layers")
+    hidden_layers: HiddenLayers | None = Field(
+        None, description="anchored: target layers whose outputs, each normed, are fused and added to the input of draft step 0 and of no later one; null: none"
+    )
     kv: KVSourceConfig = Field(default_factory=KVSourceConfig, description="memory read by the drafter")
 
     _layers = model_validator(mode="after")(_layer_each)

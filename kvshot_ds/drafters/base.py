@@ -231,9 +231,12 @@ class StepDrafter(Drafter):
 
     def forward_step(self, state: DraftState, tokens: torch.Tensor, k: int) -> torch.Tensor:
         """Step k >= 1 at the rows of the last `begin`. tokens [N]: x_{t+1+k}. Returns h [N, d]."""
+        return self.run_layers(state, self.embed(tokens), k)
+
+    def run_layers(self, state: DraftState, x: torch.Tensor, k: int) -> torch.Tensor:
+        """All layers at step k of the rows of the last `begin`, on their inputs x [N, d]: h [N, d]."""
         assert state.rows is not None
         rotations = self.rotations(state.rows, k)
-        x = self.embed(tokens)
         for i in range(self.depth):
             x = self.run_layer(i, state, x, state.rows, rotations, state.hidden)
         state.hidden = self.carried(x)

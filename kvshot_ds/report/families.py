@@ -65,7 +65,12 @@ class Drafter:
     @property
     def last_hidden(self) -> bool:
         """Reads the last layer's hidden state alone, as multi-token prediction does."""
-        return getattr(self.config, "hidden_layers", None) == "last"
+        return not self.anchored and getattr(self.config, "hidden_layers", None) == "last"
+
+    @property
+    def anchored(self) -> bool:
+        """A KV-only drafter whose first step reads the target's fused hidden states too."""
+        return self.family == "kv_only" and getattr(self.config, "hidden_layers", None) is not None
 
     @property
     def controls(self) -> frozenset[str]:
@@ -83,6 +88,7 @@ class Drafter:
         """What tells it from others: family, depth, and the options that are its own."""
         kv, block = getattr(self.config, "kv", None), getattr(self.config, "block_size", None)
         parts = [f"{self.family_name}, last layer" if self.last_hidden else self.family_name, f"depth {self.depth}"]
+        parts += ["anchored"] if self.anchored else []
         parts += [self.injection] if self.injection else []
         parts += _projector_words(kv) if kv else []
         gate = getattr(self.config, "gate", None)
@@ -95,6 +101,7 @@ class Drafter:
         """One sentence on what it is, without a full stop."""
         sentence = FAMILIES[self.family].text if self.family in FAMILIES else ""
         extra = ["of the target it reads the last layer's hidden state alone"] if self.last_hidden else []
+        extra += ["its first step also reads the target's fused hidden states"] if self.anchored else []
         return "; ".join(filter(None, [sentence, *extra, *(text for name, text in _CONTROL_TEXTS.items() if name in self.controls)]))
 
 

@@ -49,6 +49,7 @@ def test_order_of_the_page(many):
         (MANY["hidden_only"], {}, "hidden-only · depth 1"),
         (MANY["mtp"], {}, "hidden-only, last layer · depth 1"),
         ({"family": "kv_only", "kv": {"projector": "mlp", "qk_norm": True}}, {}, "KV-only · depth 2 · linear_rope · mlp projector · QK-norm"),
+        (MANY["kv_only"] | {"hidden_layers": "last"}, {}, "KV-only · depth 2 · anchored · linear_rope"),
         (MANY["hybrid"], {}, "hybrid · depth 1 · linear_rope · gate elementwise, random"),
         (MANY["hybrid"] | {"gate": {"kind": "none"}}, {}, "hybrid · depth 1 · linear_rope · no gate, random"),
         (
