@@ -14,6 +14,8 @@ from typing import Any
 
 from kvshot_ds.config import BenchConfig, Recipe
 from kvshot_ds.config.preparation import TemplateConfig
+from kvshot_ds.decoding.chat import Chat
+from kvshot_ds.decoding.prompts import Prepared, opening
 from kvshot_ds.errors import ConfigError, KvshotError
 
 Message = Mapping[str, str]
@@ -76,35 +78,20 @@ class Renderer:
     """The target's chat template under the options of prep.template, or plain text where the tokenizer has none."""
 
     def __init__(self, tokenizer: Any, options: TemplateConfig) -> None:
-        self.tokenizer, self.options = tokenizer, options
-        self.special = [token for token in tokenizer.all_special_tokens if token]
-        self.jinja = None
-        if options.jinja is not None:
-            try:
-                self.jinja = options.jinja.expanduser().read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"prep.template.jinja={options.jinja}: not readable as a Jinja template: {error}") from None
+        self._chat = Chat(tokenizer, options)
+        self._special = [token for token in tokenizer.all_special_tokens if token]
 
     def __call__(self, messages: Sequence[Message]) -> list[int]:
         """Tokens up to where the answer begins. Raises ValueError with the reason if these messages cannot be rendered."""
-        import jinja2
-
         for text in (m["content"] for m in messages):
             text.encode()  # half a character, as JSON can hold it: UnicodeEncodeError is a ValueError
-            if found := next((special for special in self.special if special in text), None):
+            if found := next((special for special in self._special if special in text), None):
                 raise ValueError(f"it contains the special token {found!r} as text")
-        if self.jinja is None and not self.tokenizer.chat_template:
-            if len(messages) > 1:
-                raise ValueError("it has several turns, and the target has no chat template")
-            return list(self.tokenizer(messages[0]["content"], verbose=False).input_ids)
-        if self.options.system is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.options.system}, *messages]
-        more = {} if self.options.thinking is None else {"enable_thinking": self.options.thinking}
-        try:
-            text = self.tokenizer.apply_chat_template(list(messages), chat_template=self.jinja, add_generation_prompt=True, tokenize=False, **more)
-        except (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise ValueError(f"the chat template refuses it: {error}") from None
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+        if self._chat.templated:
+            return self._chat.tokens(messages)
+        if len(messages) > 1:
+            raise ValueError("it has several turns, and the target has no chat template")
+        return self._chat.encode(messages[0]["content"])
 
 
 def read(recipe: Recipe, tokenizer: Any, context: int) -> Questions:
@@ -221,34 +208,13 @@ def _heldout(path: Path, options: BenchConfig, context: int) -> Questions:
     for number, line in lines(path, str(path)):
         if len(asked) == options.max_prompts:
             break
-        id, tokens, users = _prepared(line, f"{path}:{number}")
         place = f"{path}:{number}"
-        try:
-            if tokens is None:
-                raise ValueError("it has no assistant turn")
-            _fits(len(tokens), options.max_new_tokens, context)
-            asked.append(Question(id, "heldout", place, users, tokens))
-        except ValueError as reason:
-            skipped.append(Skipped(id, "heldout", place, str(reason)))
+        there = Prepared.read(line, place)
+        first, reason = opening(there.turn, options.max_new_tokens, context, "bench")
+        if reason:
+            skipped.append(Skipped(there.id, "heldout", place, reason))
+        else:
+            asked.append(Question(there.id, "heldout", place, there.users, there.tokens[:first]))
     if not asked and not skipped:
         raise ConfigError(f"{path}: no held-out conversations; prepare with prep.heldout_fraction > 0, or set bench.heldout=false")
     return Questions(tuple(asked), tuple(skipped))
-
-
-def _prepared(line: str, place: str) -> tuple[str, tuple[int, ...] | None, tuple[str, ...]]:
-    """Id, tokens before the first answer (None without an answer), and the user turns among them."""
-    try:
-        record = json.loads(line)
-        id, tokens, turn = str(record["id"]), record["tokens"], record["turn"]
-        if not all(type(n) is int and n >= 0 for part in (tokens, turn) for n in part):
-            raise ValueError("tokens and turn must be lists of numbers")
-        users = []
-        for message in record.get("messages", []):
-            if message["role"] == "assistant":
-                break
-            users += [message["content"]] if message["role"] == "user" else []
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        found = f"{type(error).__name__}: {error}"
-        raise KvshotError(f"{place}: expected a conversation as `kvshot prep` writes it, found {found}; prepare again") from None
-    first = next((i for i, n in enumerate(turn) if n), None)
-    return id, None if first is None else tuple(tokens[:first]), tuple(users)

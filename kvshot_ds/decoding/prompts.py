@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -22,6 +23,30 @@ class Prompt:
     tokens: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """One line of what `kvshot prep` writes. tokens, turn [S]; users: the user's turns before the first answer."""
+
+    id: str
+    tokens: tuple[int, ...]
+    turn: tuple[int, ...]
+    users: tuple[str, ...]
+
+    @classmethod
+    def read(cls, line: str, place: str) -> Prepared:
+        """place: FILE:LINE. Raises KvshotError, naming it, on a line that `kvshot prep` has not written."""
+        try:
+            record = json.loads(line)
+            id, tokens, turn = str(record["id"]), record["tokens"], record["turn"]
+            if not all(type(n) is int and n >= 0 for part in (tokens, turn) for n in part):
+                raise ValueError("tokens and turn must be lists of numbers")
+            before = takewhile(lambda message: message["role"] != "assistant", record.get("messages", []))
+            return cls(id, tuple(tokens), tuple(turn), tuple(message["content"] for message in before if message["role"] == "user"))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            found = f"{type(error).__name__}: {error}"
+            raise KvshotError(f"{place}: expected a conversation as `kvshot prep` writes it, found {found}; prepare again") from None
+
+
 def read_prompts(path: Path, options: DecodeConfig, context: int) -> tuple[list[Prompt], list[dict[str, str]]]:
     """The first `max_prompts` usable prompts of `path` in file order, and those passed over before them: {id, reason}.
 
@@ -35,19 +60,12 @@ def read_prompts(path: Path, options: DecodeConfig, context: int) -> tuple[list[
         for number, line in enumerate(file, 1):
             if len(prompts) == options.max_prompts:
                 break
-            try:
-                record = json.loads(line)
-                name, tokens, turn = str(record["id"]), record["tokens"], record["turn"]
-                if not all(type(n) is int and n >= 0 for part in (tokens, turn) for n in part):
-                    raise ValueError("tokens and turn must be lists of numbers")
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                found = f"{type(error).__name__}: {error}"
-                raise KvshotError(f"{path}:{number}: expected a conversation as `kvshot prep` writes it, found {found}; prepare again") from None
-            first, reason = opening(turn, options.max_new_tokens, context)
+            there = Prepared.read(line, f"{path}:{number}")
+            first, reason = opening(there.turn, options.max_new_tokens, context)
             if reason:
-                skipped.append({"id": name, "reason": reason})
+                skipped.append({"id": there.id, "reason": reason})
             else:
-                prompts.append(Prompt(name, tuple(tokens[:first])))
+                prompts.append(Prompt(there.id, there.tokens[:first]))
     if prompts:
         return prompts, skipped
     if skipped:
@@ -55,13 +73,13 @@ def read_prompts(path: Path, options: DecodeConfig, context: int) -> tuple[list[
     raise ConfigError(f"{path}: no held-out conversations; prepare with prep.heldout_fraction > 0")
 
 
-def opening(turn: Sequence[int], max_new_tokens: int, context: int) -> tuple[int, str]:
+def opening(turn: Sequence[int], max_new_tokens: int, context: int, section: str = "decode") -> tuple[int, str]:
     """Tokens before the first answer of a conversation with these turns [S], and why it gives no prompt; "" if it does."""
     first = next((i for i, n in enumerate(turn) if n), None)
     if not first:
         return 0, "it has no assistant turn" if first is None else "nothing stands before its first answer"
     if first + max_new_tokens > context:
-        return first, f"a prompt of {first} tokens and decode.max_new_tokens={max_new_tokens} exceed the target's context of {context}"
+        return first, f"a prompt of {first} tokens and {section}.max_new_tokens={max_new_tokens} exceed the target's context of {context}"
     return first, ""
 
 

@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
-import jinja2
-
 from kvshot_ds.config.preparation import TemplateConfig
-from kvshot_ds.errors import ConfigError
+from kvshot_ds.decoding.chat import Chat
 from kvshot_ds.serve.protocol import ApiError, Wanted, bad
 
 _PLAIN_TOKENS = 16  # of a completion that says nothing about max_tokens, as OpenAI has it
 
 
 class Prompts:
-    """Renders and tokenises requests as the training data was: by the target's chat template or prep.template.jinja, with
-    prep.template.system and prep.template.thinking. May be used by several threads.
-
-    vocab: V of the target. Raises ConfigError if prep.template.jinja cannot be read.
-    """
+    """Tokens of requests, as `Chat` makes them. vocab: V of the target. Raises ConfigError if prep.template.jinja cannot be read."""
 
     def __init__(self, tokenizer: Any, template: TemplateConfig, vocab: int) -> None:
-        self._tokenizer, self._vocab, self._system = tokenizer, vocab, template.system
-        self._lock = threading.Lock()  # encoding changes the state of a fast tokenizer
-        self._options: dict[str, Any] = {} if template.thinking is None else {"enable_thinking": template.thinking}
-        if template.jinja is not None:
-            path = template.jinja.expanduser()
-            try:
-                self._options["chat_template"] = path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"prep.template.jinja={path}: not readable as a Jinja template: {error}") from None
-        self.chats = bool(self._options.get("chat_template") or tokenizer.chat_template)
+        self._chat, self._vocab = Chat(tokenizer, template), vocab
+        self.chats = self._chat.templated
 
     def tokens(self, wanted: Wanted) -> list[int]:
         """Tokens of the prompt, at least one. Raises ApiError 400."""
         if wanted.messages is not None:
-            found = self._encode(self._render(wanted.messages), special=False)  # a template writes its own
+            found = self._rendered(wanted.messages)
         elif isinstance(wanted.prompt, str):
-            found = self._encode(wanted.prompt, special=True)
+            found = self._chat.encode(wanted.prompt)
         else:
             found = list(wanted.prompt or ())
             if wrong := [token for token in found if not 0 <= token < self._vocab]:
@@ -47,22 +32,13 @@ class Prompts:
             raise bad("the prompt is empty; expected at least one token", "messages" if wanted.chat else "prompt")
         return found
 
-    def _render(self, messages: tuple[dict[str, str], ...]) -> str:
+    def _rendered(self, messages: tuple[dict[str, str], ...]) -> list[int]:
         if not self.chats:
             raise bad("the target has no chat template; use /v1/completions, or start the server with prep.template.jinja=FILE", "messages")
-        if self._system is not None and messages[0]["role"] != "system":
-            messages = ({"role": "system", "content": self._system}, *messages)
         try:
-            with self._lock:
-                text: str = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **self._options)
-        except (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise bad(f"messages: the chat template refuses them: {error}", "messages") from None
-        return text
-
-    def _encode(self, text: str, special: bool) -> list[int]:
-        with self._lock:
-            found: list[int] = self._tokenizer(text, add_special_tokens=special, verbose=False).input_ids
-        return found
+            return self._chat.tokens(messages)
+        except ValueError as error:
+            raise bad(f"messages: {error}", "messages") from None
 
 
 def room(prompt: int, wanted: Wanted, most: int, context: int) -> int:

@@ -92,7 +92,7 @@ def test_heldout_conversations_without_a_prompt_are_listed(tiny_target, tmp_path
     file = made.write_lines(recipe.prepared_dir / "heldout.jsonl", lines)
     found = read(recipe, tokenizer, 39)
     assert [q.id for q in found.asked] == ["c4"] and [s.place for s in found.skipped] == [f"{file}:{n}" for n in (1, 2, 3)]
-    assert [s.reason[:20] for s in found.skipped] == ["it has no assistant turn"[:20], "it is empty", "its 30 tokens and bench.max"[:20]]
+    assert [s.reason[:20] for s in found.skipped] == ["it has no assistant turn"[:20], "nothing stands before"[:20], "a prompt of 30 tokens and"[:20]]
 
 
 @pytest.mark.parametrize(
