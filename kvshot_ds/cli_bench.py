@@ -38,7 +38,7 @@ def bench(recipe: Path, overrides: tuple[str, ...], as_json: bool, latency: Path
         from kvshot_ds.bench.latency_table import LatencyTable
 
         found = simulating.run(resolved)
-        shown = [asdict(one) for one in found] if as_json else simulating.text(found, LatencyTable.load(resolved.bench.simulate))
+        shown = [asdict(one) | {"best": asdict(one.best)} for one in found] if as_json else simulating.text(found, LatencyTable.load(resolved.bench.simulate))
         click.echo(json.dumps(shown, indent=1) if as_json else shown)
     else:
         from kvshot_ds.bench import run as measuring

@@ -233,6 +233,7 @@ def test_the_table_says_type_default_and_condition() -> None:
         ("drafter: {family: kv_only, kv: {injection: per_layer, projector: mlp, layers: [1, 2]}}", "has nothing to project"),
         ("drafter: {family: kv_only, kv: {injection: linear, qk_norm: true}}", "norms keys before they are rotated"),
         ("{drafter: {family: kv_only}, objective: {kv_branch_weight: 1}}", "needs a KV branch beside another one"),
+        ("drafter: {family: hybrid, carry: none, norm_output: true}", "nothing is handed on"),
         ("{drafter: {family: hybrid, cross_only: true}, objective: {kv_branch_weight: 1}}", "needs a KV branch beside another one"),
         ("objective: {kv_gradient_scale: 50}", "hidden_only has no cross path"),
         ("objective: {query_distill_weight: 1}", "needs a drafter that queries the target's KV cache"),

@@ -97,9 +97,6 @@ class KVOnlyConfig(Section):
 
     family: Literal["kv_only"] = Field("kv_only", description="KV-only drafter")
     depth: int = Field(2, ge=1, le=8, description="decoder layers")
-    hidden_layers: HiddenLayers | None = Field(
-        None, description="anchored: target layers whose outputs, each normed, are fused and added to the input of draft step 0 and of no later one; null: none"
-    )
     kv: KVSourceConfig = Field(default_factory=KVSourceConfig, description="memory read by the drafter")
 
     _layers = model_validator(mode="after")(_layer_each)
@@ -150,12 +147,19 @@ class HybridConfig(Section):
     kv: KVSourceConfig = Field(default_factory=KVSourceConfig, description="memory read by the cross path")
     gate: GateConfig = Field(default_factory=GateConfig, description="the gate")
     cross_only: bool = Field(False, description="leave the self path out: h = o (control)")
+    carry: Literal["own", "none"] = Field(
+        "own",
+        description="what a draft step k >= 1 has in the place of the target's fused hidden state. own: the drafter's own hidden state of the step before, as "
+        "EAGLE-3; none: nothing is carried, its token's embedding stands there (the hidden state is an anchor of step 0 alone)",
+    )
 
     _kv_given = model_validator(mode="after")(_given)
     _layers = model_validator(mode="after")(_layer_each)
 
     @model_validator(mode="after")
     def _something_to_gate(self) -> HybridConfig:
+        if self.norm_output and self.carry == "none":
+            raise ValueError("norm_output=true norms what a step hands on; with carry=none nothing is handed on")
         if self.cross_only and self.gate != GateConfig():
             raise ValueError("cross_only=true leaves nothing to gate: drop the options of drafter.gate")
         return self

@@ -4,7 +4,7 @@ Of the target's states at prefix positions j <= t of a row anchored at t, those 
 What is masked, in every attention of the drafter:
 
 - kv_only, kv_block: the entries of the cross path's memory made from the masked positions. Position t is one of them, and near: with `all`
-  (and `near`) masked, nothing of the target is left at t either, but for the hidden states that an anchored kv_only adds to its step 0.
+  (and `near`) masked, nothing of the target is left at t either.
 - hidden_only: the self path's keys made of the masked positions but the anchor's own, which is the row's step 0: it, and the hidden state
   g_t that goes in there, stay.
 - hybrid: both, each as said.

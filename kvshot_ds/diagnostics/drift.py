@@ -2,7 +2,7 @@
 
 What is compared, at the rows that are supervised at the step:
 
-- families that hand their hidden state on (hidden_only, hybrid), at k >= 1: the state that goes into step k of the row anchored at t, against
+- families that hand their hidden state on (hidden_only, hybrid unless carry=none), at k >= 1: the state that goes into step k of the row anchored at t, against
   g_{t+k}, which step 0 would read there (the target's states fused by the drafter's own W_fc). t + k <= the row's last token of the turn.
 - the others, at k >= 0: the last layer's state as it enters the head, after the drafter's final norm, against the target's as it enters its
   head, after its final norm, at position t + 1 + k, where both propose the token at t + 2 + k.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -66,14 +66,18 @@ class DriftSums:
         return cls(first.steps, rows, cosine, ratio, mine, target)
 
 
+def _chained(drafter: Drafter) -> TypeGuard[HiddenOnlyDrafter]:
+    return isinstance(drafter, HiddenOnlyDrafter) and drafter.carries
+
+
 def compares(drafter: Drafter) -> str:
     """What is compared, in words."""
-    return CHAIN if isinstance(drafter, HiddenOnlyDrafter) else HEAD
+    return CHAIN if _chained(drafter) else HEAD
 
 
 def why_not(drafter: Drafter, spec: FeatureSpec, steps: int) -> str | None:
     """Why nothing can be compared, K = `steps`, in features of the kind `spec`; None if it can."""
-    if isinstance(drafter, HiddenOnlyDrafter):
+    if _chained(drafter):
         return "a single draft step hands nothing on" if steps < 2 else None
     return "the target's last hidden states were not captured; capture.features.teacher=last_hidden keeps them" if spec.teacher == "top_k" else None
 
@@ -91,7 +95,7 @@ def compared(objective: Objective, batch: Batch, plan: RowPlan, norm_weight: tor
         (drafter.norm, normed, lambda out: out),
         (drafter.layers[-1], layer, lambda out: out.h),
     ]
-    heard += [(drafter.fc, fused, lambda out: out)] if isinstance(drafter, HiddenOnlyDrafter) else []
+    heard += [(drafter.fc, fused, lambda out: out)] if _chained(drafter) else []
     handles = [module.register_forward_hook(lambda _m, _a, out, to=to, of=of: to.append(of(out))) for module, to, of in heard]
     try:
         if run is not None:
@@ -101,7 +105,7 @@ def compared(objective: Objective, batch: Batch, plan: RowPlan, norm_weight: tor
     finally:
         for handle in handles:
             handle.remove()
-    if isinstance(drafter, HiddenOnlyDrafter):
+    if _chained(drafter):
         chain = normed if drafter.norm_output else layer
         at = [plan.valid[k] for k in range(len(plan.valid))]
         return [Compared(k, chain[k - 1][at[k]], fused[0][plan.anchors[at[k]] + k], conversation[at[k]]) for k in range(1, len(at))]

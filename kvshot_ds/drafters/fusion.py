@@ -15,7 +15,7 @@ def fusion_norms(g: Geometry, count: int) -> nn.ModuleList:
     return nn.ModuleList(RMSNorm(g.hidden_size, g.norm_eps) for _ in range(count))
 
 
-def fuse(fc: nn.Linear, norms: nn.ModuleList | None, start: Start, layers: tuple[int, ...], select: torch.Tensor | None = None) -> torch.Tensor:
-    """W_fc [h^a; h^b; …] of the n positions of `start`, or of those in `select`: [n, d]. norms: applied to each before, if given."""
-    states = [start.hidden[i] if select is None else start.hidden[i][select] for i in layers]
+def fuse(fc: nn.Linear, norms: nn.ModuleList | None, start: Start, layers: tuple[int, ...]) -> torch.Tensor:
+    """W_fc [h^a; h^b; …] of the n positions of `start`: [n, d]. norms: applied to each before, if given."""
+    states = [start.hidden[i] for i in layers]
     return fc(torch.cat(states if norms is None else [norm(h) for norm, h in zip(norms, states, strict=True)], -1))

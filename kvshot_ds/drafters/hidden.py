@@ -30,6 +30,11 @@ class HiddenOnlyDrafter(StepDrafter):
         self.norm_output, self.norm_before_residual = config.norm_output, config.norm_before_residual
         self.layers = nn.ModuleList(self.make_layer(i) for i in range(config.depth))
 
+    @property
+    def carries(self) -> bool:
+        """Whether a step receives the hidden state of the one before."""
+        return True
+
     def make_layer(self, i: int) -> DraftLayer:
         return DraftLayer(self.g, wide=i == 0, self_path=True, norm_before_residual=self.norm_before_residual)
 

@@ -6,7 +6,6 @@ import torch
 
 from kvshot_ds.config import InitConfig
 from kvshot_ds.drafters.base import Drafter
-from kvshot_ds.drafters.kv import KVOnlyDrafter
 from kvshot_ds.drafters.layers import Projections, RMSNorm
 from kvshot_ds.drafters.projector import KVProjector
 from kvshot_ds.errors import ConfigError
@@ -45,8 +44,7 @@ def _from_target(drafter: Drafter, parts: TargetParts) -> None:
     """Layer n-1-i of the drafter takes the attention, MLP and norms of the target's layer L-1-i.
 
     The EAGLE-3 input layer reads twice the width: the target's q, k, v go to its hidden half, the embedding half stays
-    random; fc passes the highest fused layer through. That of an anchored KV-only drafter
-    starts at zero: it begins as the drafter without anchor. A cross path takes the attention of the very layer whose KV its
+    random; fc passes the highest fused layer through. A cross path takes the attention of the very layer whose KV its
     projector passes through, so that its queries and the memory's keys belong together from the start.
     """
     depth, last = drafter.depth, drafter.g.num_layers - 1
@@ -71,8 +69,7 @@ def _from_target(drafter: Drafter, parts: TargetParts) -> None:
     if fused:
         fc, width, highest = drafter.get_parameter("fc.weight"), drafter.g.hidden_size, max(range(len(fused)), key=fused.__getitem__)
         fc.zero_()
-        if not isinstance(drafter, KVOnlyDrafter):
-            fc[:, highest * width : (highest + 1) * width] = torch.eye(width)
+        fc[:, highest * width : (highest + 1) * width] = torch.eye(width)
 
 
 def _cache_layers(projector: KVProjector, num_layers: int) -> tuple[int, ...]:

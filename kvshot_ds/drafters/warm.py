@@ -200,6 +200,7 @@ def _reads(drafter: Drafter) -> dict[str, object]:
     out: dict[str, object] = {
         "hidden states of layers, in the order of fc": getattr(drafter, "hidden_layers", ()),
         "next step's hidden state normed": getattr(drafter, "norm_output", None),
+        "a step receives the hidden state before it": getattr(drafter, "carries", None),
         "residual of the first layer normed": getattr(drafter, "norm_before_residual", None),
     }
     if isinstance(source, KVSource) and source.layers:

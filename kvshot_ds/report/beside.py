@@ -37,7 +37,7 @@ def beside_blocks(groups: Sequence[Group], target: str) -> list[Block]:
 def variant(group: Group) -> str | None:
     """The paper's name of a KV-only drafter of depth 2 from scratch; None if it has none such."""
     d = group.drafter
-    if d is None or not isinstance(d.config, KVOnlyConfig) or d.depth != 2 or d.warm_start or d.anchored:
+    if d is None or not isinstance(d.config, KVOnlyConfig) or d.depth != 2 or d.warm_start:
         return None
     kv, o = d.config.kv, group.options
     if o.get("objective.kv_branch_weight") or o.get("objective.query_distill_weight"):
@@ -79,14 +79,7 @@ def _trees(groups: Sequence[Group], target: str) -> list[Block]:
         rows.append(Row((Cell(f"{line['family'].replace('_', '-')}, {line['variant']}"), Cell(_PAPER), shown(line["hf_mat"], 2), Cell("tree")), "paper"))
         for group in groups:
             d = group.drafter
-            if (
-                d is None
-                or d.family != line["family"]
-                or ("warm_start" if d.warm_start else "scratch") != line["variant"]
-                or d.controls
-                or d.last_hidden
-                or d.anchored
-            ):
+            if d is None or d.family != line["family"] or ("warm_start" if d.warm_start else "scratch") != line["variant"] or d.controls or d.last_hidden:
                 continue
             if tau := mean(run.decoding.tau.value for run in group.runs if run.decoding):
                 drafted = " or ".join(sorted({run.decoding.drafted_by for run in group.runs if run.decoding}))

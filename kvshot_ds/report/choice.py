@@ -28,7 +28,7 @@ def plain(groups: Iterable[Group], family: str) -> list[Group]:
         d = group.drafter
         kv = getattr(d.config, "kv", None) if d else None
         ordinary = kv is None or (kv.projector == "linear" and not kv.qk_norm and kv.injection in ("linear_rope", "linear", "per_layer", "head_concat"))
-        if d and d.family == family and ordinary and not d.controls and not d.last_hidden and not d.anchored and not d.warm_start:
+        if d and d.family == family and ordinary and not d.controls and not d.last_hidden and not d.warm_start:
             out.append(group)
     return out
 

@@ -31,10 +31,12 @@ FAMILIES = {
 ORDER = tuple(FAMILIES)
 COUNTERPARTS = {"dflash": "hidden_only", "kv_block": "kv_only", "hybrid_block": "hybrid"}
 NO_TARGET, OWN_KV, CROSS_ONLY, OFFLINE = "no target information", "K and V from hidden states", "KV path alone", "offline"
+ANCHORED = "hidden state at step 0 alone"
 _CONTROL_TEXTS = {
     NO_TARGET: "control: it is told nothing of the target",
     OWN_KV: "control: keys and values are projected from the target's hidden states, not read from its cache",
     CROSS_ONLY: "control: without the hidden-only self path",
+    ANCHORED: "later steps have their token's embedding in the place of a hidden state, so that nothing is handed on",
     OFFLINE: "control: trained on what the target would have given each step, so that errors do not accumulate",
 }
 
@@ -65,20 +67,16 @@ class Drafter:
     @property
     def last_hidden(self) -> bool:
         """Reads the last layer's hidden state alone, as multi-token prediction does."""
-        return not self.anchored and getattr(self.config, "hidden_layers", None) == "last"
-
-    @property
-    def anchored(self) -> bool:
-        """A KV-only drafter whose first step reads the target's fused hidden states too."""
-        return self.family == "kv_only" and getattr(self.config, "hidden_layers", None) is not None
+        return getattr(self.config, "hidden_layers", None) == "last"
 
     @property
     def controls(self) -> frozenset[str]:
-        """In what it is a control of other drafters; empty for what is not one."""
+        """In what it is a control of other drafters, or departs from its family; empty for what does neither."""
         found = {
             NO_TARGET: self.injection == "none",
             OWN_KV: self.injection == "hidden_to_kv",
             CROSS_ONLY: bool(getattr(self.config, "cross_only", False)),
+            ANCHORED: getattr(self.config, "carry", "own") == "none",
             OFFLINE: self.offline,
         }
         return frozenset(name for name, is_one in found.items() if is_one)
@@ -88,20 +86,18 @@ class Drafter:
         """What tells it from others: family, depth, and the options that are its own."""
         kv, block = getattr(self.config, "kv", None), getattr(self.config, "block_size", None)
         parts = [f"{self.family_name}, last layer" if self.last_hidden else self.family_name, f"depth {self.depth}"]
-        parts += ["anchored"] if self.anchored else []
         parts += [self.injection] if self.injection else []
         parts += _projector_words(kv) if kv else []
         gate = getattr(self.config, "gate", None)
         parts += [_gate_words(gate)] if gate and CROSS_ONLY not in self.controls else []
         parts += [f"blocks of {block}"] if block else []
-        return " · ".join([*parts, *(name for name in (CROSS_ONLY, OFFLINE) if name in self.controls)])
+        return " · ".join([*parts, *(name for name in (CROSS_ONLY, ANCHORED, OFFLINE) if name in self.controls)])
 
     @property
     def text(self) -> str:
         """One sentence on what it is, without a full stop."""
         sentence = FAMILIES[self.family].text if self.family in FAMILIES else ""
         extra = ["of the target it reads the last layer's hidden state alone"] if self.last_hidden else []
-        extra += ["its first step also reads the target's fused hidden states"] if self.anchored else []
         return "; ".join(filter(None, [sentence, *extra, *(text for name, text in _CONTROL_TEXTS.items() if name in self.controls)]))
 
 

@@ -93,9 +93,9 @@ def paper_row(family: str, depth: int, variant: str) -> PaperRow:
 
 def counterpart(group: Group, rows: tuple[PaperRow, ...]) -> PaperRow | None:
     """The paper's row of the same family, depth and injection, started alike (from scratch or warm); None for what the paper does not have:
-    block-wise drafters, the last layer alone, an anchor, other projectors, training without drift, other starts of the gate, a denser signal."""
+    block-wise drafters, the last layer alone, other projectors, training without drift, other starts of the gate, a stronger signal for the KV branch."""
     drafter = group.drafter
-    if drafter is None or drafter.last_hidden or drafter.anchored or drafter.controls - {NO_TARGET, CROSS_ONLY} or denser(group):
+    if drafter is None or drafter.last_hidden or drafter.controls - {NO_TARGET, CROSS_ONLY} or denser(group):
         return None
     kv = getattr(drafter.config, "kv", None)
     if kv is not None and (kv.projector != "linear" or kv.qk_norm):

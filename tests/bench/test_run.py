@@ -149,6 +149,6 @@ def test_the_command_prints_json_and_measures_or_asks_a_latency_table(recipe, tm
     (recipe.run_dir / "decode.json").write_text(json.dumps({"joint": joint, "drafting": recipe.decode.drafting.model_dump(mode="json")}))
     assert "acceptance of decode.json" in kvshot("--simulate", str(table))
     (told,) = json.loads(kvshot(f"bench.simulate={table}", "--json"))
-    assert told["source"] == "decode.json" and len(told["predictions"]) == 3
+    assert told["source"] == "decode.json" and len(told["predictions"]) == 3 and told["best"] in told["predictions"]
     both = CliRunner().invoke(cli, ["bench", str(file), "--simulate", str(table), "--latency", str(table)])
     assert isinstance(both.exception, ConfigError)

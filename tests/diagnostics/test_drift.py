@@ -33,7 +33,7 @@ def means(sums: DriftSums):
     return sums.cosine.sum(0) / rows, sums.norm_ratio.sum(0) / rows
 
 
-@pytest.mark.parametrize("name", ["hidden_only-1", "hybrid-2", "eagle31", "kv_only-2", "dflash-2", "hybrid_block-2"])
+@pytest.mark.parametrize("name", ["hidden_only-1", "hybrid-2", "eagle31", "kv_only-2", "dflash-2", "hybrid_block-2", "hybrid-anchored"])
 def test_what_is_compared_lies_at_one_position_inside_the_turn(name):
     objective, batch, plan = made(name)
     with torch.no_grad():
@@ -126,4 +126,4 @@ def test_where_nothing_can_be_compared_it_is_said():
     chain, head = (made(name)[0].drafter for name in ("hidden_only-1", "kv_only-1"))
     assert "last_hidden" in why_not(head, top_k, 3)
     assert why_not(chain, top_k, 3) is None and "single" in why_not(chain, top_k, 1)
-    assert compares(head) == HEAD
+    assert compares(head) == HEAD == compares(made("hybrid-anchored")[0].drafter)

@@ -127,8 +127,6 @@ class Slow:
     def step(self, token, hidden, at_self, at_cross, own, cross):
         """One step through all layers; own[i], cross[i]: entries visible before it; both are extended. Returns h and each layer's attention input."""
         x, inputs = self.embedding[token], []
-        if hidden is not None and not self.wide:
-            x = x + hidden
         for i in range(self.depth):
             u, residual = norm(x, self.w[f"layers.{i}.input_layernorm.weight"]), x
             if self.wide and i == 0:
@@ -149,7 +147,7 @@ class Slow:
         """Step 0 at position t: its layers' attention inputs, and h. The self path of the steps before it is its prefix."""
         if t not in self.seen:
             own = [[self.kv(f"layers.{i}.self_attn", self.first(j)[0][i], j) for j in range(t)] if self.self_path else [] for i in range(self.depth)]
-            hidden = self.fused(t) if "fc.weight" in self.w else None
+            hidden = self.fused(t) if self.wide else None
             h, inputs = self.step(self.tokens[t + 1], hidden, t, t + 1, own, [self.prefix(i, t) for i in range(self.depth)])
             self.seen[t] = inputs, h
         return self.seen[t]
@@ -163,7 +161,9 @@ class Slow:
                 cross[i].append(self.kv(f"layers.{i}.cross_attn", u, t + 1))
         outputs = [self.first(t)[1]]
         for k in range(1, min(count, len(self.tokens) - t - 1)):
-            hidden = (norm(outputs[-1], self.w["norm.weight"]) if getattr(self.config, "norm_output", False) else outputs[-1]) if self.wide else None
+            hidden = norm(outputs[-1], self.w["norm.weight"]) if getattr(self.config, "norm_output", False) else outputs[-1]
+            if getattr(self.config, "carry", "own") == "none":
+                hidden = self.embedding[self.tokens[t + 1 + k]]
             outputs.append(self.step(self.tokens[t + 1 + k], hidden, t + k, t + 1 + k, own, cross)[0])
         return outputs
 

@@ -50,14 +50,6 @@ def test_head_from_the_target(tiny_target, parts):
     assert not torch.equal(d.lm_head.weight, parts.head[d.draft_ids]) and (d.norm.weight == 1).all()
 
 
-def test_an_anchored_drafter_starts_as_the_one_without_anchor(tiny_target, parts):
-    plain, anchored = (made(tiny_target, parts, KVOnlyConfig(hidden_layers=layers), layers="target") for layers in (None, "eagle3"))
-    weights = anchored.state_dict()
-    assert not weights["fc.weight"].any() and all(torch.equal(value, weights[name]) for name, value in plain.state_dict().items())
-    assert set(weights) - set(plain.state_dict()) == {"fc.weight", "fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight"}
-    assert made(tiny_target, parts, KVOnlyConfig(hidden_layers="eagle3")).fc.weight.std().item() == pytest.approx(0.02, rel=0.1)
-
-
 def test_hidden_only_layers_from_the_target(tiny_target, parts):
     d, last = made(tiny_target, parts, HiddenOnlyConfig(hidden_layers=(4, 1, 2)), layers="target"), parts.layer(5)
     width = d.g.hidden_size

@@ -49,7 +49,6 @@ def test_order_of_the_page(many):
         (MANY["hidden_only"], {}, "hidden-only · depth 1"),
         (MANY["mtp"], {}, "hidden-only, last layer · depth 1"),
         ({"family": "kv_only", "kv": {"projector": "mlp", "qk_norm": True}}, {}, "KV-only · depth 2 · linear_rope · mlp projector · QK-norm"),
-        (MANY["kv_only"] | {"hidden_layers": "last"}, {}, "KV-only · depth 2 · anchored · linear_rope"),
         (MANY["hybrid"], {}, "hybrid · depth 1 · linear_rope · gate elementwise, random"),
         (MANY["hybrid"] | {"gate": {"kind": "none"}}, {}, "hybrid · depth 1 · linear_rope · no gate, random"),
         (
@@ -58,6 +57,7 @@ def test_order_of_the_page(many):
             "hybrid · depth 1 · linear_rope · gate elementwise, random, held open for 5 steps, floor 0.2 over 9 steps",
         ),
         (MANY["hybrid"] | {"cross_only": True}, {}, "hybrid · depth 1 · linear_rope · KV path alone"),
+        (MANY["hybrid"] | {"carry": "none", "cross_only": True}, {}, "hybrid · depth 1 · linear_rope · KV path alone · hidden state at step 0 alone"),
         (MANY["kv_only"], {"objective": {"drift": "offline"}}, "KV-only · depth 2 · linear_rope · offline"),
         (MANY["dflash"], {}, "DFlash · depth 2 · blocks of 8"),
         (MANY["hybrid_block"], {}, "hybrid block · depth 2 · linear_rope · gate scalar, bias:-1 · blocks of 8"),

@@ -137,13 +137,7 @@ def test_other_features_or_another_target_are_nothing_alike():
 
 
 def test_what_the_paper_does_not_have_is_not_chosen():
-    odd = [
-        KV | {"hidden_layers": "eagle3"},
-        KV | {"kv": {"projector": "mlp"}},
-        KV | {"kv": {"qk_norm": True}},
-        KV | {"kv": {"injection": "none"}},
-        KV | {"kv": {"injection": "hidden_to_kv"}},
-    ]
+    odd = [KV | {"kv": {"projector": "mlp"}}, KV | {"kv": {"qk_norm": True}}, KV | {"kv": {"injection": "none"}}, KV | {"kv": {"injection": "hidden_to_kv"}}]
     found = cells(*(cell(drafter) for drafter in odd), cell(KV, objective={"drift": "offline"}), cell(KV, init={"warm_start": "x"}), cell(KV))
     assert [g.runs[0].recipe.train.init.warm_start for g in choice.plain(found, "kv_only")] == [None] and len(choice.plain(found, "kv_only")) == 1
 
