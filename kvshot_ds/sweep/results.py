@@ -18,7 +18,7 @@ from typing import Any
 from kvshot_ds.config import Recipe, load_recipe
 from kvshot_ds.diagnostics.run import summary
 from kvshot_ds.drafters.cost import total, weightless
-from kvshot_ds.errors import KvshotError
+from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.features.codec import SCALE, stored_tensors
 from kvshot_ds.files import read_object, write_atomic
 from kvshot_ds.objectives.objective import required_features
@@ -189,9 +189,13 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _recipe(folder: SweepFolder, trial: Trial, own: Path) -> Recipe | None:
-    """As the trial was trained; where it did not come so far, as it was to be; None if its options do not fit together."""
+    """As the trial was trained; where it did not come so far, or another version wrote options that are no longer there, as it was to be, under the same
+    digest; None if its options do not fit together."""
     if own.is_file():
-        return load_recipe(own)
+        try:
+            return load_recipe(own)
+        except ConfigError:
+            pass
     try:
         return trial_recipe(folder.recipe(), trial)
     except KvshotError:  # for which the trial has failed

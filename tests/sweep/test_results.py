@@ -117,6 +117,14 @@ def test_a_trial_whose_options_do_not_fit_together_has_a_row(made: SweepFolder):
     assert row["reason"] == FAILED.reason
 
 
+def test_a_complete_trial_whose_recipe_another_version_wrote_has_its_row(made: SweepFolder):
+    trial = made.trials()[0]
+    before = results.row(made, trial, TrialState("complete"))
+    path = made.run_dir(trial) / "recipe.yaml"
+    path.write_text(path.read_text() + "an_option_of_then: 1\n")
+    assert results.row(made, trial, TrialState("complete")) == before
+
+
 def test_a_trial_stopped_early_has_the_steps_it_came_to(made: SweepFolder):
     from kvshot_ds.files import write_json
 
