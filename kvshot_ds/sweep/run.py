@@ -205,11 +205,16 @@ class _Driver:
     def _over(self, name: str, state: State, **known: Any) -> None:
         """The trial has ended: it gets its row."""
         self._set(name, state=state, ended=time.time(), **known)
-        self.rows[name] = row = results.row(self.folder, self.trials[name], self.state[name])
+        try:
+            row = results.row(self.folder, self.trials[name], self.state[name])
+        except KvshotError as error:  # a file of it is damaged: the others go on
+            self._set(name, state="failed", reason=str(error))
+            row = results.row(self.folder, self.trials[name], self.state[name])
+        self.rows[name] = row
         results.write(self.folder, [self.rows[known] for known in self.trials if known in self.rows])
         mat = ((row.get("heldout") or {}).get("mat") or {}).get("value")
         why = self.state[name].reason
-        self._say(f"{self._called(name)}: {state}" + (f", MAT {mat:.3f}" if mat is not None else "") + (f": {why}" if why else ""))
+        self._say(f"{self._called(name)}: {row['state']}" + (f", MAT {mat:.3f}" if mat is not None else "") + (f": {why}" if why else ""))
         self._draw()
 
     def _look(self, slots: Slots) -> None:

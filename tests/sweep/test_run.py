@@ -97,6 +97,21 @@ def test_a_second_start_trains_nothing(base: Recipe, monkeypatch: pytest.MonkeyP
     assert "4 complete, 4 of which reused, 0 failed, 0 halved" in capsys.readouterr().out
 
 
+def test_a_trial_whose_files_are_damaged_when_it_ends_fails_alone(base: Recipe, tmp_path: Path) -> None:
+    shutil.copytree(base.work, tmp_path / "work")
+    recipe = base.model_copy(update={"work": tmp_path / "work"})
+    grid = expand(recipe)
+    driver = run._Driver(recipe, grid, SweepFolder.of(recipe))
+    assert not driver.open()
+    first, last = grid.trials[0].name, grid.trials[-1].name
+    (driver.recipes[first].run_dir / "eval.json").write_text('{"alpha": []}')
+    for name in (first, last):
+        driver._over(name, "complete")
+    rows = {row["name"]: row for row in results.read(SweepFolder.of(recipe))}
+    assert rows[first]["state"] == "failed" and "eval.json: not what this version writes" in rows[first]["reason"] and rows[first]["heldout"] is None
+    assert rows[last]["state"] == "complete" and rows[last]["heldout"] and driver.close() == 1
+
+
 def test_a_fresh_process_trains_the_same_weights_as_one_that_has_trained_others(base: Recipe, tmp_path: Path) -> None:
     last = max(trained(base), key=lambda r: SweepFolder.of(base).progress().trials[r.name].started or 0)
     alone = last.model_copy(update={"runs": tmp_path / "runs"})
