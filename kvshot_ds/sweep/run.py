@@ -91,7 +91,9 @@ class _Driver:
         self.new: list[str] = []  # trials completed by this start
         self.me = Driver(socket.gethostname(), os.getpid(), status.began(os.getpid()) or time.time(), time.time())
         often = 1 if sys.stderr.isatty() else NOTICE
-        self.bar = tqdm(total=len(self.trials), desc=recipe.name, mininterval=often, initial=self._count("complete", "halved"), smoothing=0, bar_format=_BAR)
+        self.bar = tqdm(
+            total=len(self.trials), desc=recipe.name, mininterval=often, miniters=0, initial=self._count("complete", "halved"), smoothing=0, bar_format=_BAR
+        )
 
     def _found(self, name: str, before: TrialState | None) -> TrialState:
         """What there is of a trial as the driver starts."""
