@@ -14,7 +14,6 @@ from kvshot_ds.report.bycell import Scope, cell_name, heading
 from kvshot_ds.report.cells import Group
 from kvshot_ds.sweep import compare
 
-STATISTICS = ("mat", "mat_joint", "alpha_0", "alpha_last")
 _MARK = "* the interval excludes 0"
 
 
@@ -58,15 +57,14 @@ def _differences(scope: Scope, found: compare.Table) -> list[Block]:
     if not others:
         why = "nothing of it is measured" if not base.seeds else "no other cell has a seed in common with it"
         return [Text(f"The baseline is {name}. There are no differences from it: {why}.", "note")]
-    lasts = {row.common_steps - 1 for row in others}
+    steps = range(max(row.common_steps for row in others))
     rows = []
     for row in others:
         group, known = groups.get(name_of(scope, row)), row.differences
         seeds = [seed for seed in row.seeds if seed in base.seeds]
-        cells = (marked(known[s].spread) for s in STATISTICS)
+        cells = (marked(known[s].spread) if s in known else NONE for s in ("mat", "mat_joint", *(f"alpha_{k}" for k in steps)))
         first = heading(group) if group else Cell(name_of(scope, row))
-        last = f"last: {b.alpha_name(row.common_steps - 1)}" if len(lasts) > 1 else ""
-        rows.append(Row((first, Cell(", ".join(map(str, seeds)), last), *cells), style=group.style if group else None))
+        rows.append(Row((first, Cell(", ".join(map(str, seeds))), *cells), style=group.style if group else None))
     without = [name_of(scope, row) for row in found.rows if row is not base and row.seeds and not row.differences]
     text = (
         f"The baseline is {name}. Differences are the cell's value minus the baseline's, paired by seed and conversation, over the seeds that both have; "
@@ -76,8 +74,7 @@ def _differences(scope: Scope, found: compare.Table) -> list[Block]:
         text += f" No seed in common with the baseline: {', '.join(without)}."
     if single := one_seed(others):
         text += f" {single}"
-    last = b.alpha_name(lasts.pop()) if len(lasts) == 1 else "last α"
-    head = ("cell", "seeds", "MAT", "joint MAT", b.alpha_name(0), last)
+    head = ("cell", "seeds", "MAT", "joint MAT", *(b.alpha_name(k) for k in steps))
     caption = f"Differences from the baseline, {name}: cell minus baseline above, {found.confidence:.0%} interval below"
     return [Text(text), Table(caption, head, tuple(rows), words=2, ident="differences")]
 

@@ -76,13 +76,13 @@ def summary(scope: Scope, numbers: Mapping[Group, Numbers], against: compare.Tab
 
 def _standing(scope: Scope, against: compare.Table | str, best: str, name: str, last: int) -> str:
     """How the best cell stands to the baseline in the number called `name`; "" where that difference is not taken."""
-    statistic = {"MAT": "mat", "joint MAT": "mat_joint", b.alpha_name(0): "alpha_0", b.alpha_name(last): "alpha_last"}.get(name)
+    statistic = {"MAT": "mat", "joint MAT": "mat_joint", b.alpha_name(0): "alpha_0", b.alpha_name(last): f"alpha_{last}"}.get(name)
     if isinstance(against, str) or statistic is None:
         return ""
     row = next((row for row in against.rows if name_of(scope, row) == best), None)
     if row is None or row is against.rows[against.baseline]:
         return "" if row is None else ", the baseline itself"
-    if not row.differences or (statistic == "alpha_last" and row.common_steps != last + 1):
+    if statistic not in row.differences:
         return "; no difference from the baseline is known"
     difference = row.differences[statistic]
     found = difference.spread

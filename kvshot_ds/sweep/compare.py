@@ -45,7 +45,7 @@ class Row:
     """One cell. labels: axis -> value. seeds: those with numbers. parameters and FLOPs [of a token trained on, of a proposed token]: of the drafter.
 
     sizes: by SIZES, the mean over seeds; unequal: those of them that are not the baseline's of the same seeds. values: by statistic (alpha_0 .., mat,
-    mat_joint, retention). differences: by statistic (mat, mat_joint, alpha_0, alpha_last), over the first `common_steps` draft steps; empty for the
+    mat_joint, retention). differences: by statistic (mat, mat_joint, alpha_0 ..), over the first `common_steps` draft steps; empty for the
     baseline, and where there is no common seed. warm: it starts from another drafter, whose training is not counted.
     """
 
@@ -277,7 +277,7 @@ def _differences(pairs: Sequence[tuple[StepCounts, StepCounts]], options: EvalCo
         return {}, 0
     steps = min(c.den.shape[-1] for pair in pairs for c in pair)
     first, second = ([StepCounts.unstack(pair[side].stack()[..., :steps]) for pair in pairs] for side in (0, 1))
-    among: dict[str, Statistic] = {"mat": mat_of, "mat_joint": mat_joint_of, "alpha_0": alpha_at(0), "alpha_last": alpha_at(steps - 1)}
+    among: dict[str, Statistic] = {"mat": mat_of, "mat_joint": mat_joint_of, **{f"alpha_{k}": alpha_at(k) for k in range(steps)}}
     found = paired_over_seeds_all(first, second, among.values(), options.bootstrap, options.confidence, options.seed)
     return {name: Difference(spread) for name, spread in zip(among, found, strict=True)}, steps
 

@@ -83,11 +83,13 @@ def _page(table: Table, form: Form) -> _Page:
         blocks.append(_Block("Step-wise acceptance", len(head), ((*head, *(_alpha(k) for k in steps)), *acceptance)))
     others = [row for row in rows if row.differences]
     if others:
-        shown = ("mat", "mat_joint", "alpha_0", "alpha_last")
-        last = {row.common_steps for row in others}
-        names = ("MAT", "joint MAT", _alpha(0), _alpha(last.pop() - 1) if len(last) == 1 else "last α")
-        differences = tuple((*named(row), str(row.differences["mat"].spread.seeds), *(_difference(row.differences[s]) for s in shown)) for row in others)
-        blocks.append(_Block(f"Differences from {base.name}", len(head), ((*head, "common seeds", *names), *differences)))
+        together = ((*named(row), str(row.differences["mat"].spread.seeds), *(_difference(row.differences[s]) for s in ("mat", "mat_joint"))) for row in others)
+        blocks.append(_Block(f"Differences from {base.name}", len(head), ((*head, "common seeds", "MAT", "joint MAT"), *together)))
+        most = max(row.common_steps for row in others)
+        for at in range(0, most, _STEPS):
+            steps = range(at, min(at + _STEPS, most))
+            by_step = ((*named(row), *(_difference(row.differences.get(f"alpha_{k}")) for k in steps)) for row in others)
+            blocks.append(_Block(f"Differences in step-wise acceptance from {base.name}", len(head), ((*head, *(_alpha(k) for k in steps)), *by_step)))
     held = f"{table.conversations} held-out conversations" if table.conversations else "nothing measured yet"
     heading = f"Sweep {', '.join(table.sweeps)} on {table.target}: {len(rows)} cells, {held}" + (f"; all cells: {alike}" if alike else "")
     return _Page(_origin(table.command, form, table.digest), heading, tuple(blocks), tuple(_notes(table)))
@@ -240,7 +242,7 @@ def _records(table: Table) -> list[dict[str, Any]]:
         for name in statistics:
             record |= _columns(name, row.values.get(name))
         record |= {"difference_draft_steps": row.common_steps or None}
-        for name in ("mat", "mat_joint", "alpha_0", "alpha_last"):
+        for name in ("mat", "mat_joint", *(f"alpha_{k}" for k in range(max(row.common_steps for row in table.rows)))):
             difference = row.differences.get(name)
             record |= _columns(f"difference_{name}", difference.spread if difference else None)
             record |= {f"difference_{name}_seeds": difference.spread.seeds if difference else None}
@@ -272,7 +274,10 @@ def _spread(found: Spread | None, sign: str = "") -> str:
     return f"{found.value:{sign}.3f}{half}"
 
 
-def _difference(found: Difference) -> str:
+def _difference(found: Difference | None) -> str:
+    """- where the cell has fewer draft steps."""
+    if found is None:
+        return "-"
     return _spread(found.spread, "+") + (" *" if found.excludes else "")
 
 

@@ -134,10 +134,14 @@ def test_a_cell_without_any_seed_has_its_row_and_the_report_its_files(tmp_path, 
 def test_differences_from_the_baseline_are_those_of_the_sweep_table(folder, page):
     found = compare([folder.path])
     shown = table(page["Sweep study"], "Differences from the baseline, hidden")
-    assert [row.cells[0].text for row in shown.rows] == ["kv1", "kv2", "hybrid", "hybrid_open"] and shown.head[2:] == ("MAT", "joint MAT", "α₀", "α₆")
+    assert [row.cells[0].text for row in shown.rows] == ["kv1", "kv2", "hybrid", "hybrid_open"] and shown.head[2:] == (
+        "MAT",
+        "joint MAT",
+        *("α₀", "α₁", "α₂", "α₃", "α₄", "α₅", "α₆"),
+    )
     for row, want in zip(shown.rows, found.rows[1:], strict=True):
         assert row.cells[1].text == ("0, 1" if row.cells[0].text == "hybrid_open" else "0, 1, 2")
-        for cell, name in zip(row.cells[2:], ("mat", "mat_joint", "alpha_0", "alpha_last"), strict=True):
+        for cell, name in zip(row.cells[2:], ("mat", "mat_joint", *(f"alpha_{k}" for k in range(7))), strict=True):
             spread = want.differences[name].spread
             assert (cell.value, cell.low, cell.high) == (spread.value, spread.low, spread.high)
             assert cell.text.endswith(" *") is want.differences[name].excludes

@@ -39,7 +39,7 @@ OTHER = replace(
     missing=(Missing(1, "failed: no memory"),), sizes=SIZES | {"steps": 90}, unequal=frozenset({"steps"}),
     differences={
         "mat": Difference(spread(0.1, 0.04, 2)), "mat_joint": Difference(spread(-0.2, 0.3, 2)), "alpha_0": Difference(spread(-0.05, 0.01, 2)),
-        "alpha_last": Difference(Spread(0.01, None, None, 2, 0.1)),
+        "alpha_1": Difference(Spread(0.01, None, None, 2, 0.1)),
     },
     common_steps=2,
 )  # fmt: skip
@@ -84,7 +84,7 @@ def test_values_and_differences_are_those_of_the_one_rule(made: SweepFolder):
         "mat": metrics.mat_of,
         "mat_joint": metrics.mat_joint_of,
         "alpha_0": metrics.alpha_at(0),
-        "alpha_last": metrics.alpha_at(3),
+        "alpha_3": metrics.alpha_at(3),
     }.items():
         assert rows["hybrid"].differences[name].spread == metrics.paired_over_seeds(hybrid, hidden, statistic, *how)
     assert not rows["hidden_only"].differences
@@ -188,7 +188,7 @@ def test_other_draft_steps_are_compared_as_far_as_both_go(tmp_path: Path):
     cut = [
         [StepCounts.unstack(counts_of(SweepFolder(tmp_path / "sweeps/demo"), f, seed).stack()[..., :2]) for seed in (0, 1)] for f in ("kv_only", "hidden_only")
     ]
-    assert table.rows[1].differences["alpha_last"].spread == metrics.paired_over_seeds(*cut, metrics.alpha_at(1), 200, 0.95, 0)
+    assert table.rows[1].differences["alpha_1"].spread == metrics.paired_over_seeds(*cut, metrics.alpha_at(1), 200, 0.95, 0)
     assert "differences over the first 2 draft steps" in rendered(table, "text")
 
 
