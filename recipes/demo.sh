@@ -38,7 +38,7 @@ stage() {
     current=$1
     local output=$2 before begin seconds
     shift 2
-    printf '\n\033[1m[%s]\033[0m $' "$current"
+    if [ -t 1 ]; then printf '\n\033[1m[%s]\033[0m $' "$current"; else printf '\n[%s] $' "$current"; fi
     printf ' %q' "$@"
     printf '\n'
     before=$(stamp "$output")
@@ -78,4 +78,5 @@ stage report "$work/report/index.html" kvshot report "$recipes/base.yaml" "${her
 printf '\n%-20s %s\n' stage "time of this run"
 for i in "${!names[@]}"; do printf '%-20s %s\n' "${names[$i]}" "${notes[$i]}"; done
 printf '%-20s %s s\n\n' total "$SECONDS"
+printf 'To go on by hand: kvshot target %s targets/%s, where the recipes of %s look for it.\n' "$target" "$target" "$recipes"
 realpath "$work/report/index.html"

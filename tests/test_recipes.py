@@ -51,7 +51,7 @@ def base_of(path: Path) -> Path:
 @pytest.mark.parametrize("path", [p for p in RECIPES if not p.stem.startswith(("base", "study"))], ids=ids)
 def test_recipes_of_a_target_share_prep_and_capture(path: Path) -> None:
     recipe, base = load_recipe(path), load_recipe(base_of(path))
-    shared = {"name", "train", "eval", "decode", "report", "ray", "sweep", "diagnose"}
+    shared = {"name", "train", "eval", "decode", "bench", "report", "ray", "sweep", "diagnose"}
     if path.stem == "sweep_table6":  # needs one more KV layer: captured from the same conversations into a folder of its own
         assert recipe.shards_dir != base.shards_dir and recipe.prepared_dir == base.prepared_dir
         shared |= {"shards", "capture"}

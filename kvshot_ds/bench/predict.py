@@ -124,7 +124,10 @@ def cost_of(shape: RoundShape, table: LatencyTable, drafter: DrafterLatency, con
     """Raises KvshotError naming the part of which the table does not hold the size that the shape needs, or the strategy's overhead."""
     kind = "tree" if shape.tree else "chain"
     if kind not in drafter.overhead:
-        raise KvshotError(f"{drafter.name}: the latency table holds no overhead of a {kind}; it has {', '.join(drafter.overhead)}; measure again")
+        raise KvshotError(
+            f"{drafter.name}: the latency table holds no overhead of a {kind}; it has {', '.join(drafter.overhead)}; measure it again "
+            f"(kvshot bench RECIPE --latency TABLE.json{' decode.drafting.strategy=paper_tree' if shape.tree else ''})"
+        )
     try:
         (alone,), outside = table.forward.at(context, [1])
         (verify,), _ = table.forward.at(context, [1 + shape.nodes])

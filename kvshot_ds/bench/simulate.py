@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from kvshot_ds.bench.latency_table import DrafterLatency, LatencyTable, shape_of
 from kvshot_ds.bench.predict import Acceptance, Prediction, Resampling, best, lengths, predict, shape_of_round
-from kvshot_ds.config import DraftingConfig, Recipe
+from kvshot_ds.config import DraftingConfig, Recipe, SamplingConfig
 from kvshot_ds.drafters.build import drafters_for, read_info
 from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.evaluation import COUNTS
@@ -80,9 +80,13 @@ def of_drafter(recipe: Recipe, folder: Path, table: LatencyTable, context: float
         if chains:
             found.append(Simulated(place.name, "eval.json", latency, tuple(chains), tuple(of_eval)))
     if (place / "decode.json").is_file():
-        acceptance, drafting = from_decode(place)
-        of_decode = (
-            ["drafts stop early by drafting.min_confidence, which is not in the model"] if drafting.min_confidence and drafting.strategy == "chain" else []
+        acceptance, drafting, sampling = from_decode(place)
+        early = drafting.min_confidence and drafting.strategy == "chain"
+        of_decode = ["drafts stop early by drafting.min_confidence, which is not in the model"] if early else []
+        of_decode += (
+            []
+            if sampling.greedy
+            else [f"this is the acceptance of samples at temperature {sampling.temperature:g}, held-out acceptance that of greedy decoding"]
         )
         try:
             shapes = [shape_of_round(drafting, latency.block_size)]
@@ -113,12 +117,14 @@ def from_eval(place: Path) -> Acceptance:
     return Acceptance(counts, "eval.json")
 
 
-def from_decode(place: Path) -> tuple[Acceptance, DraftingConfig]:
-    """Joint acceptance in real decoding, totals alone, and how it was drafted. Raises KvshotError if the file does not hold what `kvshot decode` writes."""
+def from_decode(place: Path) -> tuple[Acceptance, DraftingConfig, SamplingConfig]:
+    """Joint acceptance in real decoding, totals alone, how it was drafted and how tokens were chosen. Raises KvshotError if the file does not hold
+    what `kvshot decode` writes."""
     file = place / "decode.json"
     data = read_object(file)
     try:
-        return Acceptance(_totals(data["joint"]), "decode.json"), DraftingConfig.model_validate(data["drafting"])
+        drafting, sampling = DraftingConfig.model_validate(data["drafting"]), SamplingConfig.model_validate(data["sampling"])
+        return Acceptance(_totals(data["joint"]), "decode.json"), drafting, sampling
     except (KeyError, TypeError, ValueError, ValidationError) as error:
         found = f"{type(error).__name__}: {error}".splitlines()[0]
         raise KvshotError(f"{file}: expected acceptance as `kvshot decode` writes it, found {found}; decode again") from None

@@ -85,7 +85,8 @@ def _measured(evaluation: Mapping[str, Any] | None) -> str:
     conversations = (evaluation.get("data") or {}).get("conversations")
     share = evaluation.get("confidence", 0.95)
     rows = [(f"α_{a['k']}", a) for a in evaluation.get("alpha") or ()]
-    rows += [(name, evaluation[key]) for name, key in (("MAT", "mat"), ("joint MAT", "mat_joint"), ("retention α_6 / α_0", "retention")) if key in evaluation]
+    retention = f"retention {rows[-1][0]} / α_0" if rows else "retention"
+    rows += [(name, evaluation[key]) for name, key in (("MAT", "mat"), ("joint MAT", "mat_joint"), (retention, "retention")) if key in evaluation]
     table = ["| metric | value | interval |", "|---|---|---|", *(f"| {name} | {_number(v.get('value'))} | {_ends(v)} |" for name, v in rows)]
     told = f"On {conversations} held-out conversations; intervals hold {share:.0%} over conversations. α_k: share of rows whose proposal k is the target's."
     return "## Held-out acceptance\n\n" + told + "\n\n" + "\n".join(table)

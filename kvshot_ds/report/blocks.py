@@ -199,4 +199,5 @@ def percent(value: float | None) -> str:
 
 def missing(what: str, stage: str, run: Path | None = None) -> Text:
     """That `what` is not measured, and the command that measures it; `run`: the run's folder."""
-    return Text(what, "missing", f"kvshot {stage} {shlex.quote(str(run / 'recipe.yaml')) if run else 'RECIPE'}")
+    where = shlex.quote(str(run / "recipe.yaml")) if run else "RUN/recipe.yaml" if stage in ("decode", "eval --serving-check") else "RECIPE"
+    return Text(what, "missing", f"kvshot {stage} {where}")

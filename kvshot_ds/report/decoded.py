@@ -45,6 +45,11 @@ class Decoding:
         words = {"chain": "chain", "static_tree": "static tree", "dynamic_tree": "dynamic tree", "paper_tree": "the paper's tree"}
         return f"{words.get(self.strategy, self.strategy)} of {self.levels}"
 
+    @property
+    def sampled(self) -> str:
+        """ "" of greedy decoding."""
+        return f"sampled at temperature {self.temperature:g}" if self.temperature else ""
+
 
 @dataclass(frozen=True)
 class ServingCheck:

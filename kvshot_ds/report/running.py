@@ -7,7 +7,7 @@ from typing import Any
 from kvshot_ds.report import blocks as b
 from kvshot_ds.report.blocks import Block, Cell, Code, Details, Figure, LegendItem, Panel, Row, Table, Text
 from kvshot_ds.report.decoded import Decoding
-from kvshot_ds.report.figures import Chart, Series
+from kvshot_ds.report.figures import COLOURS, Chart, Series
 from kvshot_ds.report.gather import Run
 
 
@@ -34,8 +34,7 @@ def _decoding_table(decoded: list[tuple[Run, Decoding]]) -> Table:
         drafted, alone = d.tokens_per_second.get("drafted"), d.tokens_per_second.get("alone")
         ratio = drafted / alone if drafted is not None and alone else None
         prompts = f"{d.prompts} prompts" + (f" ({d.skipped} skipped)" if d.skipped else "") + (f", {d.batch} at once" if d.batch > 1 else "")
-        sampled = f"temperature {d.temperature:g}" if d.temperature else ""
-        setting = (prompts, f"{d.max_new_tokens} new tokens", sampled, d.dtype, d.device)
+        setting = (prompts, f"{d.max_new_tokens} new tokens", d.sampled, d.dtype, d.device)
         cells = (
             Cell(run.name, ", ".join(part for part in setting if part)),
             Cell(f"{d.identical} identical", f"{d.different} different", d.identical) if d.against else Cell("by distribution", "no token check"),
@@ -69,10 +68,13 @@ def _joint_figure(decoded: list[tuple[Run, Decoding]]) -> Figure:
     for run, d in decoded:
         held = tuple(r.interval.value for r in run.evaluation.joint[: len(d.joint)]) if run.evaluation else ()
         named = (("real decoding", tuple(rate.value for rate in d.joint), False), ("held-out rows", held, True))
-        series = tuple(Series(name, run.style, tuple(range(len(values))), values, dashed=dashed) for name, values, dashed in named if values)
+        colour = run.style % COLOURS  # alone: a dash says what was measured
+        series = tuple(Series(name, colour, tuple(range(len(values))), values, dashed=dashed) for name, values, dashed in named if values)
         text = f"Joint acceptance of {run.name} by draft step: {' and '.join(s.label for s in series)}."
-        panels.append(Panel(run.name, Chart("draft step k", "joint acceptance", series, text, integer_x=True)))
-        lines = [(s.label, s.y) for s in series] + [("real decoding, given that all before were accepted", d.conditional)]
+        panels.append(Panel(f"{run.name}, {d.sampled}" if d.sampled else run.name, Chart("draft step k", "joint acceptance", series, text, integer_x=True)))
+        lines = [(f"{s.label}, {d.sampled}" if d.sampled and s is series[0] else s.label, s.y) for s in series] + [
+            ("real decoding, given that all before were accepted", d.conditional)
+        ]
         rows += [Row((Cell(run.name), Cell(label), *b.padded([b.shown(v) for v in values], steps)), style=run.style) for label, values in lines]
     legend = (LegendItem("real decoding: share of rounds"), LegendItem("held-out, teacher-forced: share of rows", dashed=True))
     data = Table("Joint and conditional acceptance by draft step", ("drafter", "measured in", *map(str, range(steps))), tuple(rows), words=2)

@@ -249,6 +249,8 @@ def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
 def _time(work: Work) -> list[Block]:
     """Wall time of whole commands where it was noted, beside the seconds that each result carries."""
     whole = work.timings or {}
+    if not work.alone:  # trials are not among the commands whose time was noted
+        whole = {stage: seconds for stage, seconds in whole.items() if stage in ("target", "prep", "capture")}
     inside: dict[str, tuple[float | None, str, int | None]] = {
         "prep": ((work.prepared or {}).get("seconds"), "", None),
         "capture": (work.capture_seconds, "summed over workers", None),

@@ -56,7 +56,7 @@ _REASONS = {
     ),
     "decode": (
         "τ of kvshot decode − τ of the check",
-        "Other prompts, lengths, or another way of drafting: kvshot decode does what the recipe's section decode says.",
+        "Other prompts, lengths, another way of drafting, or samples in place of greedy text: kvshot decode does what the recipe's section decode says.",
     ),
 }
 
@@ -138,7 +138,11 @@ def terms(run: Run) -> Iterator[Term]:
             yield Term(name, difference, name in check.judged, notes.get(name, ""))
         yield Term("ends", _plain(check.tau.value, check.joint_mat["decoded"].value))
     if check and d:
-        yield Term("decode", _plain(d.tau.value, check.tau.value), note=f"Here {d.prompts} prompts, {d.max_new_tokens} new tokens, a {d.drafted_by}.")
+        yield Term(
+            "decode",
+            _plain(d.tau.value, check.tau.value),
+            note=f"Here {d.prompts} prompts, {d.max_new_tokens} new tokens, a {d.drafted_by}{f', {d.sampled}; the check is greedy' if d.sampled else ''}.",
+        )
 
 
 def _plain(a: float | None, other: float | None) -> Interval:

@@ -98,9 +98,7 @@ def _facts(sweep: Sweep) -> tuple[tuple[str, str], ...]:
         for axis, value in cell.labels.items():
             axes.setdefault(axis_words(axis), {})[value] = None
     options = sweep.recipe.sweep
-    match = (
-        "equal steps, and so equal tokens: smaller data is passed over more often" if options.match == "steps" else "equal epochs: steps differ with the data"
-    )
+    match = "equal steps: smaller data is passed over more often" if options.match == "steps" else "equal epochs: steps differ with the data"
     seeds = ", ".join(map(str, dict.fromkeys(t.trial.seed for t in sweep.trials)))
     controls = {t.trial.name: t.trial.control for t in sweep.trials if t.trial.control}
     return (

@@ -45,7 +45,8 @@ class Trial:
 class TrialState:
     """What the driver knows of a trial. started, ended [s since 1970]. seconds: of its parts (start, train, eval, diagnose, save), of this sweep's own work.
 
-    reused: another sweep, or an earlier start of this one, had trained it. reason: why it failed or was stopped. log: the end of its log, if it failed.
+    reused: another sweep, or a start of this one that was cut off before it was measured, had trained it. reason: why it failed or was
+    stopped. log: the end of its log, if it failed.
     """
 
     state: State = "waiting"

@@ -99,7 +99,7 @@ class _Driver:
         """What there is of a trial as the driver starts."""
         recipe = self.recipes[name]
         if (recipe.run_dir / "train.json").is_file() and evaluated(recipe) and (not self.config.diagnose or diagnosed(recipe)):
-            return replace(before, reused=True) if before and before.state == "complete" else TrialState("complete", reused=True)
+            return before if before and before.state == "complete" else TrialState("complete", reused=True)
         return before if before and before.state == "halved" and self.halving else TrialState()
 
     def open(self) -> bool:
@@ -233,7 +233,7 @@ class _Driver:
     def close(self) -> int:
         """The last words. Returns how many trials have failed."""
         self.bar.close()
-        reused = sum(state.reused for state in self.state.values() if state.state == "complete")
+        reused = sum(state.reused or name not in self.new for name, state in self.state.items() if state.state == "complete")
         counts = {"complete": self._count("complete"), "of which reused": reused, "failed": self._count("failed"), "halved": self._count("halved")}
         print(f"{self.recipe.name}: {len(self.trials)} trials: {', '.join(f'{n} {what}' for what, n in counts.items())}")
         if times := [_overhead(self.state[name]) for name in self.new]:

@@ -146,7 +146,7 @@ def test_the_command_prints_json_and_measures_or_asks_a_latency_table(recipe, tm
     small = ("bench.latency.contexts=[16]", "bench.latency.widths=[1,2,4]", "bench.latency.positions=[1,2,4]", "bench.latency.rows=[1]")
     assert f"-> {table}" in kvshot("--latency", str(table), *small)
     joint = [{"num": 3, "den": 4}, {"num": 2, "den": 4}, {"num": 1, "den": 4}]
-    (recipe.run_dir / "decode.json").write_text(json.dumps({"joint": joint, "drafting": recipe.decode.drafting.model_dump(mode="json")}))
+    (recipe.run_dir / "decode.json").write_text(json.dumps({"joint": joint, "drafting": recipe.decode.drafting.model_dump(mode="json"), "sampling": {}}))
     assert "acceptance of decode.json" in kvshot("--simulate", str(table))
     (told,) = json.loads(kvshot(f"bench.simulate={table}", "--json"))
     assert told["source"] == "decode.json" and len(told["predictions"]) == 3 and told["best"] in told["predictions"]

@@ -11,7 +11,7 @@ import torch
 
 from kvshot_ds.bench import latency, simulate
 from kvshot_ds.bench.latency_table import LatencyTable
-from kvshot_ds.config import DraftingConfig, Recipe
+from kvshot_ds.config import DraftingConfig, Recipe, SamplingConfig
 from kvshot_ds.drafters.build import DrafterInfo, build_drafter, save_drafter
 from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.files import write_json
@@ -47,9 +47,9 @@ def evaluated(recipe: Recipe, conversations: bool = True) -> None:
         write_json(recipe.run_dir / "eval_conversations.json", {"den": den, "top1": joint, "joint": joint, "prob": joint})
 
 
-def decoded(recipe: Recipe, **drafting: object) -> None:
-    options = DraftingConfig(**drafting).model_dump(mode="json")
-    write_json(recipe.run_dir / "decode.json", {"drafting": options, "joint": [{"k": k, "num": 6 - 2 * k, "den": 10} for k in range(3)]})
+def decoded(recipe: Recipe, temperature: float = 0.0, **drafting: object) -> None:
+    options = {"drafting": DraftingConfig(**drafting).model_dump(mode="json"), "sampling": SamplingConfig(temperature=temperature).model_dump(mode="json")}
+    write_json(recipe.run_dir / "decode.json", {**options, "joint": [{"k": k, "num": 6 - 2 * k, "den": 10} for k in range(3)]})
 
 
 def test_chains_of_every_length_from_held_out_acceptance(recipe):
@@ -81,6 +81,13 @@ def test_a_tree_is_predicted_from_decoding(recipe):
     (one,) = tree.predictions
     assert one.shape.nodes == 20 and one.tokens.value == pytest.approx(1 + 0.6 + 0.4 + 0.2)
     assert "tree of 20, 3 levels" in simulate.text([tree], LatencyTable.load(recipe.bench.simulate))
+
+
+def test_acceptance_of_samples_is_called_so(recipe):
+    evaluated(recipe)
+    decoded(recipe, temperature=0.8)
+    greedy, sampled = simulate.run(recipe)
+    assert not greedy.notes and "samples at temperature 0.8" in " ".join(sampled.notes)
 
 
 def test_what_the_model_leaves_out_is_said(recipe):
