@@ -135,7 +135,13 @@ def evaluate(recipe: Recipe, folder: Path, place: Path, heldout: ShardSet, bigra
     options = measuring(recipe, _steps(recipe), info.config)
     objective = objective_for(drafter, options, heldout.manifest.spec, parts)
     held = measure(objective, _steps(recipe), heldout, bigram, recipe.eval.conversations_per_micro_batch, recipe.eval.max_conversations, device, place.name)
-    result = {"name": place.name, "digest": stamp, **_summary(recipe, info, drafter, held, bigram), "seconds": time.monotonic() - started}
+    result = {
+        "name": place.name,
+        "digest": stamp,
+        "weights": weights_digest(folder),
+        **_summary(recipe, info, drafter, held, bigram),
+        "seconds": time.monotonic() - started,
+    }
     result["provenance"] = origin(options=recipe.eval.model_dump(mode="json"))
     c = held.counts
     write_json(

@@ -117,12 +117,6 @@ def joint(counts: StepCounts) -> list[float | None]:
     return _plain(_ratio(counts.joint, counts.den))
 
 
-def cond(counts: StepCounts) -> list[float | None]:
-    """Joint rate at k over joint rate at k-1 (at k = 0 the joint rate itself): acceptance given that all before were right."""
-    rate = _ratio(counts.joint, counts.den)
-    return _plain(np.concatenate([rate[:1], _ratio(rate[1:], rate[:-1])]))
-
-
 def mat(alphas: Sequence[float | None]) -> float | None:
     """Mean accepted tokens of a round, 1 + sum_k prod_{j<=k} alpha_j: treats steps as independent (arXiv 2604.26412)."""
     return _one(_mat(np.array(alphas, dtype=np.float64)))

@@ -31,7 +31,6 @@ def test_hand_counted_rates():
     assert m.alpha(c) == [3 / 4, 2 / 3, 1 / 2]
     assert m.joint(c) == [3 / 4, 1 / 3, 0]
     assert m.accept_prob(c) == [3 / 8, 1 / 3, 1 / 4]
-    assert m.cond(c) == pytest.approx([3 / 4, 4 / 9, 0])
     assert m.mat(m.alpha(c)) == pytest.approx(1 + 3 / 4 + 3 / 4 * 2 / 3 + 3 / 4 * 2 / 3 / 2)
     assert m.mat_joint(m.joint(c)) == pytest.approx(1 + 3 / 4 + 1 / 3)
     assert m.retention(m.alpha(c)) == pytest.approx(2 / 3)
@@ -55,7 +54,6 @@ def test_paper_mat_and_retention_follow_from_its_alphas(row):
 def test_zero_denominators_are_none():
     c = counts([[0, 1], [0, 1]], [1, 1])
     assert m.alpha(c) == [0.0, None]
-    assert m.cond(c) == [0.0, None]
     assert m.mat(m.alpha(c)) is None
     assert m.mat_joint(m.joint(c)) is None
     assert m.retention([0.0, 0.3]) is None

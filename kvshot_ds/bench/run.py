@@ -22,7 +22,7 @@ from kvshot_ds.bench.simulate import from_eval
 from kvshot_ds.config import Dtype, Recipe
 from kvshot_ds.decoding.engine import Engine
 from kvshot_ds.decoding.prompts import stop_tokens
-from kvshot_ds.decoding.run import checked, difference
+from kvshot_ds.decoding.run import checked, difference, margin, tied
 from kvshot_ds.drafters.build import drafters_for, load_drafter
 from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.features.spec import DTYPES
@@ -31,7 +31,6 @@ from kvshot_ds.provenance import digest, origin, versions
 from kvshot_ds.target import Target, load_geometry, load_tokenizer, weights_digest
 
 FORMAT = "kvshot-bench/1"
-_TIE = 1e-2  # as in kvshot decode: a logit margin that two orders of summation can overturn in fp32
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,8 @@ def run(recipe: Recipe, as_json: bool = False) -> dict[str, Any]:
     """
     place = recipe.work / "bench" / f"{recipe.name}.json"
     folders, target_digest = drafters_for(recipe.target.path, recipe.bench.drafters, recipe.run_dir, recipe.target.trust_remote_code)
+    if twice := [str(folder) for folder in dict.fromkeys(folders) if folders.count(folder) > 1]:
+        raise ConfigError(f"bench.drafters: {', '.join(twice)} is named more than once")
     asked = ask(recipe, folders)
     before = torch.get_num_threads()
     torch.set_num_threads(recipe.bench.threads or before)
@@ -75,7 +76,7 @@ def run(recipe: Recipe, as_json: bool = False) -> dict[str, Any]:
     else:
         print(text(result))
         print(f"-> {place}" if again else f"already measured; delete {place} to measure again")
-    faults = [f"{m['name']}: {c['question']} (margin {c['margin']:.3g})" for m in result["methods"] if m["ours"] for c in m["lossless"]["cases"] if c["fault"]]
+    faults = [f"{m['name']}: {c['question']} ({margin(c)})" for m in result["methods"] if m["ours"] for c in m["lossless"]["cases"] if c["fault"]]
     if faults:
         raise KvshotError(f"decoding is not lossless: the output differs from the target's where its choice is no tie: {'; '.join(faults)}")
     return result
@@ -91,15 +92,15 @@ def ask(recipe: Recipe, folders: Sequence[Path]) -> _Asked:
     if hits and recipe.bench.overlap == "refuse":
         shown = "\n".join(f"  {h.question} ({h.asked}): {h.line}, {h.share:.0%} of it" for h in hits[:10])
         raise ConfigError(
-            f"bench: {len({h.question for h in hits})} of {len(found.asked)} questions stand in the training data, so that they measure memory\n{shown}\n"
+            f"bench: {len({h.asked for h in hits})} of {len(found.asked)} questions stand in the training data, so that they measure memory\n{shown}\n"
             "use other questions, leave these out (bench.overlap=drop), or go on all the same (bench.overlap=warn)"
         )
     if hits and recipe.bench.overlap == "drop":
-        known = {h.question: h.line for h in hits}
-        left = tuple(q for q in found.asked if q.name not in known)
+        known = {h.asked: h.line for h in hits}  # an id may stand in a file twice, a place cannot
+        left = tuple(q for q in found.asked if q.place not in known)
         if not left:
             raise ConfigError(f"bench: all {len(known)} questions stand in the training data; the first: {hits[0].asked} in {hits[0].line}")
-        out = (questions.Skipped(q.id, q.source, q.place, f"it stands in {known[q.name]}") for q in found.asked if q.name in known)
+        out = (questions.Skipped(q.id, q.source, q.place, f"it stands in {known[q.place]}") for q in found.asked if q.place in known)
         found = Questions(left, (*found.skipped, *out))
     return _Asked(found, tuple(hits), by_file, unseen)
 
@@ -179,7 +180,7 @@ def _same(recipe: Recipe, target: Target, asked: Sequence[Question], one: Measur
     for i, (question, trace, own) in enumerate(zip(asked, one.traces, reference.traces, strict=True)):
         case = difference(target, question.tokens, trace.tokens, own.tokens, decode.sampling, i)
         if case is not None:
-            cases.append({"question": question.name, **case, "fault": ours and recipe.bench.dtype == "fp32" and case["margin"] > _TIE})
+            cases.append({"question": question.name, **case, "fault": ours and recipe.bench.dtype == "fp32" and not tied(case)})
     return {"against": against, "why": "", "identical": len(asked) - len(cases), "different": len(cases), "cases": cases}
 
 
@@ -215,4 +216,6 @@ def _stamp(recipe: Recipe, folders: Sequence[Path], target_digest: str, asked: _
     data = repr(([(q.name, q.tokens) for q in asked.questions.asked], asked.hits, stops.read_text(encoding="utf-8") if stops.is_file() else None))
     interval = repr((recipe.eval.bootstrap, recipe.eval.confidence, recipe.eval.seed))
     weights = [f"{name} {weights_digest(folder)}" for name, folder in zip(names(folders), folders, strict=True)]
+    weights += [weights_digest(options.assistant)] if options.assistant else []
+    weights += [repr(glimpse(latency.place_of(folder) / "eval.json").get("digest")) for folder in folders]  # predictions take acceptance from it
     return digest(options, decode.drafting, decode.sampling, interval, repr((machine(device), versions())), target_digest, *weights, data)

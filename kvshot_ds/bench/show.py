@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvshot_ds.bench.methods import GENERATE, LOOKUP, LOOP
+from kvshot_ds.decoding.run import margin
 from kvshot_ds.tables import aligned
 
 _MIB = 1 << 20
@@ -90,7 +91,7 @@ def _notes(result: dict[str, Any]) -> list[str]:
     for one in result["methods"]:
         for case in one["lossless"]["cases"]:
             kind = "a fault" if case["fault"] else "a tie" if one["ours"] else f"of {one['name']}, not ours"
-            found.append(f"{one['name']}: {case['question']} differs at new token {case['position']} (margin {case['margin']:.2g}, {kind})")
+            found.append(f"{one['name']}: {case['question']} differs at new token {case['position']} ({margin(case)}, {kind})")
         for source, guess in (one["predicted"] or {}).items():
             found += [f"{one['name']}: no prediction from {source} acceptance: {guess['why']}"] if "why" in guess else []
             if "why" not in guess and source == "heldout":

@@ -78,7 +78,7 @@ def of_drafter(recipe: Recipe, folder: Path, table: LatencyTable, context: float
         acceptance = from_eval(place)
         chains = [predict(shape, acceptance, table, latency, context, how) for shape in lengths(latency, acceptance, table, acceptance.levels)]
         if chains:
-            found.append(Simulated(place.name, "eval.json", latency, tuple(chains), tuple(of_eval)))
+            found.append(Simulated(place.name, "eval.json", latency, tuple(chains), (*of_eval, *_doubtful(chains))))
     if (place / "decode.json").is_file():
         acceptance, drafting, sampling = from_decode(place)
         early = drafting.min_confidence and drafting.strategy == "chain"
@@ -97,10 +97,17 @@ def of_drafter(recipe: Recipe, folder: Path, table: LatencyTable, context: float
             notes.append(f"decode.json ({drafting.strategy}) cannot be used: {error}")
         else:
             if predictions:
-                found.append(Simulated(place.name, "decode.json", latency, tuple(predictions), tuple(of_decode)))
+                found.append(Simulated(place.name, "decode.json", latency, tuple(predictions), (*of_decode, *_doubtful(predictions))))
     if not found:
         raise KvshotError(f"{place}: no acceptance to predict from{': ' + '; '.join(notes) if notes else ''}; run `kvshot eval` or `kvshot decode` first")
     return [Simulated(s.name, s.source, s.drafter, s.predictions, (*s.notes, *notes)) for s in found]
+
+
+def _doubtful(predictions: Sequence[Prediction]) -> list[str]:
+    """A round cannot gain more than the tokens it commits, unless a wider forward were faster than one of a single token."""
+    if any(p.speedup.value is not None and p.tokens.value is not None and p.speedup.value > p.tokens.value for p in predictions):
+        return ["impossible: more speed-up than tokens a round. The table has a wider forward faster than a narrow one; measure it again on a quiet machine"]
+    return []
 
 
 def from_eval(place: Path) -> Acceptance:

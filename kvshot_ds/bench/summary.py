@@ -14,7 +14,7 @@ from kvshot_ds.bench.measure import Measured
 from kvshot_ds.bench.methods import Trace
 from kvshot_ds.bench.predict import Resampling
 from kvshot_ds.bench.questions import Question
-from kvshot_ds.decoding.acceptance import decoding_counts
+from kvshot_ds.decoding.acceptance import conditional_counts, decoding_counts
 from kvshot_ds.decoding.rounds import Decoded, Round
 from kvshot_ds.metrics import Interval, StepCounts
 
@@ -115,7 +115,7 @@ def split(rounds: Sequence[tuple[Round, ...] | None], traces: Sequence[Trace]) -
 def acceptance(traces: Sequence[Trace], how: Resampling) -> dict[str, Any]:
     """levels: the most that a round proposed (of transformers' methods, accepted). histogram: steps after the first by accepted drafts, 0 to `levels`.
 
-    joint: rounds accepted down to level k + 1, by the rule of decoding/acceptance.py; conditional: joint over that of the level before.
+    joint: rounds accepted down to level k + 1; conditional: the same of those accepted down to the level before; by the rules of decoding/acceptance.py.
     Both are None of transformers' methods, which do not tell what they proposed.
     """
     accepted = [a for t in traces for a in t.accepted]
@@ -128,4 +128,5 @@ def acceptance(traces: Sequence[Trace], how: Resampling) -> dict[str, Any]:
     total = counts.total()
     rates = metrics.bootstrap_all(counts, [metrics.joint_at(k) for k in range(levels)], how.resamples, how.confidence, how.seed)
     joint = [{"k": k, "num": int(total.joint[k]), "den": int(total.den[k]), **rate.to_json()} for k, rate in enumerate(rates)]
-    return {**found, "joint": joint, "conditional": metrics.cond(total)}
+    conditional = [right / reached if reached else None for right, reached in zip(*conditional_counts(decoded, levels), strict=True)]
+    return {**found, "joint": joint, "conditional": conditional}

@@ -7,27 +7,35 @@ from operator import mul
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from kvshot_ds.config.base import Dtype, Section
 
 _MOST_NODES = 512  # of a draft tree
+LEAST_TEMPERATURE = 1e-6
 
 
 class SamplingConfig(Section):
     """How the target's next token is chosen. Filters apply to the target's distribution, in this order: temperature, top_k, top_p, min_p."""
 
-    temperature: float = Field(0.0, ge=0, description="0: greedy")
+    temperature: float = Field(0.0, ge=0, description=f"0: greedy; else at least {LEAST_TEMPERATURE:g}")
     top_k: int = Field(0, ge=0, description="keep the most likely tokens only; 0 keeps all")
     top_p: float = Field(1.0, gt=0, le=1, description="keep the smallest set of most likely tokens that has at least this probability")
     min_p: float = Field(0.0, ge=0, le=1, description="keep tokens at least this likely, relative to the most likely one")
-    seed: int = Field(0, ge=0, lt=1 << 63, description="seed of the noise; the same seed gives the same text")
+    seed: int = Field(0, ge=0, lt=1 << 63, description="seed of the noise: the same seed gives the same text, with rejection in the same batch")
     scheme: Literal["rejection", "coupled"] = Field(
         "rejection",
         description="how sampled drafts are settled, losslessly. rejection: accept with min(1, p/q), else the residual (arXiv 2211.17192), accepts most; "
         "coupled: drafter and target choose with the same noise at each position, so that the text is the one the target alone gives with that seed. "
         "Trees, whose drafts are not drawn, are always settled by the latter",
     )
+
+    @field_validator("temperature")
+    @classmethod
+    def _not_too_small(cls, value: float) -> float:
+        if 0 < value < LEAST_TEMPERATURE:
+            raise ValueError(f"expected 0 (greedy) or at least {LEAST_TEMPERATURE:g}: logits over less than that leave the range of fp32")
+        return value
 
     @property
     def greedy(self) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +31,7 @@ from kvshot_ds.target import Target, load_geometry, weights_digest
 __all__ = ["Compared", "Prompt", "compare", "difference", "read_prompts", "reference", "run", "stop_tokens", "summary", "table"]
 
 _WARM_UP = 8  # tokens decoded both ways before the first prompt is timed
-_TIE = 1e-2  # logit margin that two orders of summation can overturn in fp32; a difference at a larger one is a fault
+_TIE = 1e-2  # logit margin that two orders of summation can overturn in fp32
 Against = Literal["generate", "own loop"]
 
 
@@ -85,7 +86,7 @@ def run(recipe: Recipe) -> dict[str, dict[str, Any]]:
         write_json(place / "decode.json", result)
         results[str(place)] = result
     print(table(list(results.values())))
-    faults = [f"{r['name']}: {c['id']} (margin {c['margin']:.3g})" for r in results.values() for c in r["lossless"]["cases"] if c["margin"] > _TIE]
+    faults = [f"{r['name']}: {c['id']} ({margin(c)})" for r in results.values() for c in r["lossless"]["cases"] if not tied(c)]
     if faults and recipe.decode.dtype == "fp32":
         raise KvshotError(f"decoding is not lossless: the output differs from the target's where its choice is no tie: {'; '.join(faults)}")
     return results
@@ -149,9 +150,10 @@ def compare(target: Target, drafter: Drafter, prompts: Sequence[Prompt], options
 def difference(target: Target, prompt: Sequence[int], ours: Sequence[int], own: Sequence[int], sampling: SamplingConfig, number: int) -> dict[str, Any] | None:
     """Where two outputs part, or None: position among the new tokens, both tokens (None: ended), and the margin.
 
-    ours, own: new tokens with a drafter and of the target alone. margin: best minus second-best score there, from one forward over everything before: logits,
-    with a temperature the filtered log-probabilities and the noise of sequence `number`. A margin at the level of rounding means a tie, which two
-    orders of summation may settle differently; a larger one means a fault.
+    ours, own: new tokens with a drafter and of the target alone. margin: how far the lesser of both lies below the best one there, in one forward over
+    everything before: in logits, with a temperature in filtered log-probabilities and the noise of sequence `number`. A margin at the level of rounding means
+    a tie, which two orders of summation may settle differently; a larger one means a fault. None: one text ended, which is no matter of rounding, or its
+    token was filtered out.
     """
     if list(ours) == list(own):
         return None
@@ -162,8 +164,21 @@ def difference(target: Target, prompt: Sequence[int], ours: Sequence[int], own: 
         place = torch.tensor([before.shape[1]], device=target.device)
         key = keys(sampling.seed, Use.CHOOSE, torch.tensor([number], device=target.device), place)
         scores = warp(scores, sampling) + gumbel(key, torch.arange(len(scores), device=target.device))[0]
-    first, second = scores.topk(2).values.tolist()
-    return {"position": at, "drafted": ours[at] if at < len(ours) else None, "alone": own[at] if at < len(own) else None, "margin": first - second}
+    token, other = (tokens[at] if at < len(tokens) else None for tokens in (ours, own))
+    below = math.inf if token is None or other is None else float(scores.max() - min(scores[token], scores[other]))
+    return {"position": at, "drafted": token, "alone": other, "margin": below if math.isfinite(below) else None}
+
+
+def tied(case: Mapping[str, Any]) -> bool:
+    """Whether a `difference` in fp32 can be one of rounding."""
+    return case["margin"] is not None and case["margin"] <= _TIE
+
+
+def margin(case: Mapping[str, Any]) -> str:
+    """Of a `difference`, as a person reads it."""
+    if case["margin"] is not None:
+        return f"margin {case['margin']:.2g}"
+    return "one text ended" if case["drafted"] is None or case["alone"] is None else "a token that the filters leave out"
 
 
 def lossless(target: Target, compared: Sequence[Compared], options: DecodeConfig) -> dict[str, Any]:
@@ -254,6 +269,6 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         rows.append((r["name"], r["strategy"], identical, value, " ".join(map(str, r["histogram"])), *speeds, str(len(r["skipped"]))))
     lines = aligned(rows)
     for r in results:
-        lines += [f"{r['name']}: {c['id']} differs at new token {c['position']} (margin {c['margin']:.2g})" for c in r["lossless"]["cases"]]
+        lines += [f"{r['name']}: {c['id']} differs at new token {c['position']} ({margin(c)})" for c in r["lossless"]["cases"]]
         lines += [f"{r['name']}: not compared token for token: {r['lossless']['why']}"] if r["lossless"]["why"] else []
     return "\n".join(lines)

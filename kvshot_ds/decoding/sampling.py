@@ -1,7 +1,8 @@
 """How the target's next token is chosen: filters, and noise that belongs to a position and to nothing else.
 
 Noise is a function of (seed, sequence, absolute position, use), and of the token where every token needs its own. So it does
-not depend on what is drafted, on the round, or on which other sequences are decoded beside it.
+not depend on what is drafted, on the round, or on which other sequences are decoded beside it. Nor does the text, but for rejection: where a draft
+ends decides which noise settles a token, and the longest draft of a batch is that of the sequence with the most room.
 
 At temperature > 0 there are two lossless schemes. coupled (arXiv 2408.07978): the target takes the arg-max of its log-probabilities
 plus Gumbel noise, the drafter the arg-max of its own plus the same noise. The text is then the target's alone, whatever is

@@ -55,7 +55,9 @@ class Sequences:
             self.cache.place(slots, seen)
             mask = (torch.arange(seen, device=device) < lengths)[:, None, None].repeat(1, 1, n, 1)
             mask.scatter_(3, slots[:, None, None].expand(-1, 1, n, -1), draft.ancestors().unsqueeze(1))
-        states = self.target.last_hidden(tokens, self.cache, positions, mask)
+        # Drafts that reach beyond the context of a sequence, because another one has more room, are never committed; but a RoPE that
+        # follows the largest position would turn all sequences by it.
+        states = self.target.last_hidden(tokens, self.cache, positions.clamp(max=self.target.geometry.max_positions - 1), mask)
         self._latest = dict(self._outputs)
         return self.target.head(states)
 

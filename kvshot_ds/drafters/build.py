@@ -124,7 +124,7 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def load_drafter(folder: Path, device: torch.device | str, dtype: torch.dtype) -> tuple[Drafter, DrafterInfo]:
-    """A trained drafter, in evaluation mode. Raises KvshotError naming missing and unexpected tensors."""
+    """A trained drafter, in evaluation mode. Raises KvshotError naming missing and unexpected tensors, and a draft vocabulary that is none."""
     folder = find_drafter(folder)
     info = read_info(folder)
     drafter = build_drafter(info.config, info.geometry, info.draft_vocab_size)
@@ -134,5 +134,28 @@ def load_drafter(folder: Path, device: torch.device | str, dtype: torch.dtype) -
     wrong = [f"{k} {tuple(tensors[k].shape)} instead of {tuple(v.shape)}" for k, v in wanted.items() if k in tensors and tensors[k].shape != v.shape]
     if missing or unexpected or wrong:
         raise KvshotError(f"{folder}/model.safetensors does not fit its config.json: missing {missing}, unexpected {unexpected}, other shape {wrong}")
+    if "d2t" in tensors:
+        vocabulary(tensors, info.draft_vocab_size, info.geometry.vocab_size, folder)
     drafter.load_state_dict(tensors)
     return drafter.to(device, dtype).eval().requires_grad_(False), info
+
+
+def vocabulary(tensors: Mapping[str, torch.Tensor], size: Any, vocab: int, folder: Path) -> dict[str, torch.Tensor]:
+    """d2t int64 [V_d] and t2d bool [V] of a draft vocabulary of `size` ids, as the checkpoint has them or as they follow. Raises ConfigError."""
+    if type(size) is not int or not 0 < size <= vocab:
+        raise ConfigError(f"{folder}/config.json: draft_vocab_size={size!r}; expected 1 to {vocab}, the target's vocabulary")
+    d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
+    if d2t is None:
+        if size != vocab:
+            raise ConfigError(f"{folder}: missing d2t; draft_vocab_size={size} of {vocab} needs it to tell which target ids are meant")
+        d2t = torch.zeros(size, dtype=torch.int64)
+    if d2t.shape != (size,) or d2t.is_floating_point():
+        raise ConfigError(f"{folder}: d2t is {d2t.dtype} {tuple(d2t.shape)}; expected integers ({size},), one offset for each draft id")
+    ids = torch.arange(size) + d2t.long()
+    if int(ids[0]) < 0 or int(ids[-1]) >= vocab or bool((ids.diff() < 1).any()):
+        raise ConfigError(f"{folder}: d2t names target ids {int(ids.min())} to {int(ids.max())}; expected ascending ones, each once, below {vocab}")
+    known = torch.zeros(vocab, dtype=torch.bool)
+    known[ids] = True
+    if t2d is not None and (t2d.shape != known.shape or not torch.equal(t2d.bool(), known)):
+        raise ConfigError(f"{folder}: t2d {tuple(t2d.shape)} does not mark the target ids that d2t names; leave t2d out to have it derived")
+    return {"d2t": d2t.long(), "t2d": known}

@@ -10,7 +10,8 @@ import torch
 
 from kvshot_ds.config import DFlashConfig
 from kvshot_ds.drafters import public_config as settings
-from kvshot_ds.drafters.public_parts import Public, fitted, narrowest, order_notes, vocabulary
+from kvshot_ds.drafters.build import vocabulary
+from kvshot_ds.drafters.public_parts import Public, fitted, narrowest, order_notes
 from kvshot_ds.drafters.readings import dflash_readings
 from kvshot_ds.errors import ConfigError
 from kvshot_ds.geometry import Geometry

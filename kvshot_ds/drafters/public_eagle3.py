@@ -20,8 +20,9 @@ import torch
 
 from kvshot_ds.config import HiddenOnlyConfig
 from kvshot_ds.drafters import public_config as settings
+from kvshot_ds.drafters.build import vocabulary
 from kvshot_ds.drafters.layer_ids import IDS
-from kvshot_ds.drafters.public_parts import EMBEDDING, MadeFor, Public, fitted, narrowest, order_notes, vocabulary
+from kvshot_ds.drafters.public_parts import EMBEDDING, MadeFor, Public, fitted, narrowest, order_notes
 from kvshot_ds.drafters.readings import Readings, eagle3_readings
 from kvshot_ds.errors import ConfigError
 from kvshot_ds.geometry import Geometry

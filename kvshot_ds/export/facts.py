@@ -9,8 +9,10 @@ from typing import Any
 
 import yaml
 
+from kvshot_ds.errors import KvshotError
 from kvshot_ds.export.source import Source, recipe_of, run_of
 from kvshot_ds.files import read_object
+from kvshot_ds.target import weights_digest
 
 UNKNOWN = "unknown: see the target"
 _MEASURED = ("name", "data", "confidence", "alpha", "mat", "mat_joint", "retention")
@@ -33,6 +35,8 @@ def facts_of(source: Source, target: Path | None) -> dict[str, Any]:
     place = source.folder.parent if source.folder.name == "drafter" else source.folder
     if (place / "eval.json").is_file():
         measured = read_object(place / "eval.json")
+        if measured.get("weights", mine := weights_digest(source.folder)) != mine:
+            raise KvshotError(f"{place / 'eval.json'} was measured with other weights than those in {source.folder}; run kvshot eval again, or delete the file")
         found["evaluation"] = {name: measured[name] for name in _MEASURED if name in measured}
     if target is not None:
         found["target_license"] = license_of(target)

@@ -67,6 +67,10 @@ def test_the_same_again_is_not_measured_again(recipe, monkeypatch, capsys):
     assert run(quick) == first and "already measured" in capsys.readouterr().out
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         run(with_bench(quick, max_new_tokens=5))
+    (recipe.run_dir / "eval.json").write_text('{"digest": "of acceptance that a prediction takes"}')
+    with pytest.raises(pytest.fail.Exception, match="measured again"):
+        run(quick)
+    (recipe.run_dir / "eval.json").unlink()
     made.save_random(recipe.run_dir / "drafter", recipe.target.path, "hybrid-2")
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         run(quick)
@@ -98,6 +102,18 @@ def test_a_question_in_the_training_data_is_refused_left_out_or_told(recipe, cap
         run(with_bench(quick, overlap="drop"))
 
 
+def test_of_two_questions_of_one_id_only_the_one_in_the_training_data_is_left_out(recipe, tmp_path):
+    made.write_lines(recipe.prepared_dir / "train.jsonl", [made.conversation(2)])
+    asked = [{"id": "1", "prompt": made.text(2)}, {"id": "1", "prompt": "why do zebras have stripes on them"}]
+    quick = with_bench(recipe, predict=False, prompt_lookup=False, max_new_tokens=4, heldout=False, prompts=(made.write_lines(tmp_path / "mine.jsonl", asked),))
+    with pytest.raises(ConfigError, match="1 of 2 questions stand in the training data"):
+        run(quick)
+    more = made.write_lines(tmp_path / "mine.jsonl", [*asked, {"id": "2", "prompt": "and do lions have any spots"}])
+    left = run(with_bench(quick, prompts=(more,), overlap="drop"))
+    assert [s["place"].split(":")[-1] for s in left["questions"]["skipped"]] == ["1"]
+    assert [q["place"].split(":")[-1] for q in left["questions"]["asked"]] == ["2", "3"]
+
+
 def test_a_wrong_token_is_written_and_then_an_error(recipe, monkeypatch, capsys):
     plain = Engine._chosen
 
@@ -124,6 +140,8 @@ def test_a_drafter_of_another_target_or_none_is_refused(recipe, tiny_target, tmp
         run(with_bench(recipe, drafters=(tmp_path / "foreign",)))
     with pytest.raises(KvshotError, match="no trained drafter here"):
         run(recipe.model_copy(update={"name": "unknown"}))
+    with pytest.raises(ConfigError, match="is named more than once"):
+        run(with_bench(recipe, drafters=(recipe.run_dir, recipe.run_dir)))
 
 
 def test_drafters_are_told_apart(tmp_path):

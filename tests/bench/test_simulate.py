@@ -90,6 +90,17 @@ def test_acceptance_of_samples_is_called_so(recipe):
     assert not greedy.notes and "samples at temperature 0.8" in " ".join(sampled.notes)
 
 
+def test_a_table_with_which_a_wider_forward_is_faster_is_doubted(recipe):
+    evaluated(recipe)
+    (before,) = simulate.run(recipe)
+    table = json.loads(recipe.bench.simulate.read_text())
+    for point in table["forward"]["points"]:
+        point |= dict.fromkeys(("seconds", "low", "high"), 1.0 if point["size"] == 1 else 1e-3)
+    recipe.bench.simulate.write_text(json.dumps(table))
+    (after,) = simulate.run(recipe)
+    assert not before.notes and "impossible" in after.notes[0]
+
+
 def test_what_the_model_leaves_out_is_said(recipe):
     decoded(recipe, min_confidence=0.3)
     (found,) = simulate.run(recipe)

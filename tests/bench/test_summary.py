@@ -67,6 +67,8 @@ def test_acceptance_by_level():
     assert found["levels"] == 3 and found["histogram"] == [2, 1, 1, 1]
     assert [(j["num"], j["den"], j["value"]) for j in found["joint"]] == [(3, 4, 0.75), (2, 4, 0.5), (1, 4, 0.25)]
     assert found["conditional"] == pytest.approx([0.75, 2 / 3, 0.5])
+    shorter = acceptance([drafted((3, 2, 2, 2), (1, 2, 2, 0), (1, 1, 1, 0))], HOW)  # joint 1/3, 1/2: over other rounds
+    assert shorter["conditional"] == pytest.approx([1 / 3, 1])
     told = acceptance([trace((1, 1.0), (3, 1.0), (1, 1.0))], HOW)
     assert told == {"levels": 2, "histogram": [1, 0, 1], "joint": None, "conditional": None}
 

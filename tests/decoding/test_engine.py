@@ -188,6 +188,32 @@ def test_only_the_last_prompt_position_reaches_the_head_and_forwards_are_counted
     assert min(out.draft_seconds, out.verify_seconds) > 0 and 0 <= out.other_seconds < out.seconds
 
 
+def test_a_sequence_at_the_end_of_its_context_leaves_the_one_beside_it_alone(monkeypatch):
+    """Sequence 1 has room for long drafts, which for sequence 0 reach beyond a context after which a dynamic RoPE turns everything."""
+    target = hf_target("Llama", rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0})
+    prompts, new = [prompt(72, 1), prompt(9, 2)], 24
+    texts = [reference(target, p, new, ()) for p in prompts]
+    fed: list[int] = []
+    plain = Target.last_hidden
+
+    def forward(self, tokens, cache, positions, mask=None):
+        fed.append(int(positions.max()))
+        return plain(self, tokens, cache, positions, mask)
+
+    def propose(drafter, memory, start, drafting, length, sampler, numbers):
+        rows = []
+        for at, number in zip(start.rows.positions.tolist(), numbers.tolist(), strict=True):
+            known = at + 2 - len(prompts[number])
+            rows.append([(t + number) % toys.VOCAB for t in (*texts[number][known:], *[0] * length)[:length]])  # of sequence 1 all wrong
+        return Draft.in_line(torch.tensor(rows))
+
+    monkeypatch.setattr("kvshot_ds.decoding.engine.chain.propose", propose)
+    monkeypatch.setattr(Target, "last_hidden", forward)
+    decoded = Engine(target, bound_drafter("kv_only-2", target), DraftingConfig(length=7)).decode(prompts, new)
+    assert [d.tokens for d in decoded] == texts and max(decoded[0].accepted) == 7 and not any(decoded[1].accepted)
+    assert max(fed) == target.geometry.max_positions - 1
+
+
 @pytest.mark.parametrize("name", toys.FAMILIES)
 def test_bf16_runs(name):
     target = hf_target("Qwen3", torch.bfloat16)

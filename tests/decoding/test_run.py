@@ -16,7 +16,7 @@ from kvshot_ds.decoding.acceptance import conditional_counts, joint_counts
 from kvshot_ds.decoding.engine import Engine
 from kvshot_ds.decoding.prompts import Prompt, read_prompts, reference, stop_tokens
 from kvshot_ds.decoding.rounds import Decoded, Round
-from kvshot_ds.decoding.run import Compared, Comparison, difference, run, summary
+from kvshot_ds.decoding.run import Compared, Comparison, difference, margin, run, summary, tied
 from kvshot_ds.drafters.build import DrafterInfo, build_drafter, save_drafter
 from kvshot_ds.errors import ConfigError, KvshotError
 from kvshot_ds.files import read_json
@@ -134,7 +134,7 @@ def test_every_drafter_into_its_own_folder_and_a_rerun_does_nothing(recipe, tiny
 
 
 def test_a_difference_is_reported_with_its_place_and_margin(recipe, monkeypatch, capsys):
-    """As if `generate` had taken the runner-up at one place: the case names both tokens and how close they were."""
+    """As if `generate` had taken another token at one place: the case names both and how far that one lies below the best."""
     plain = module.reference
 
     def bent(target, tokens, length, stop):
@@ -152,8 +152,8 @@ def test_a_difference_is_reported_with_its_place_and_margin(recipe, monkeypatch,
     tokens = conversation(1)["tokens"][:12]
     for _ in range(2):
         tokens = [*tokens, int(model(torch.tensor([tokens])).logits[0, -1].argmax())]
-    first, second = model(torch.tensor([tokens])).logits[0, -1].topk(2).values.tolist()
-    assert case["margin"] == pytest.approx(first - second, abs=1e-4) and case["margin"] > 0
+    logits = model(torch.tensor([tokens])).logits[0, -1]
+    assert case["margin"] == pytest.approx(float(logits.max() - logits[case["alone"]]), abs=1e-4) and case["margin"] > 0
     assert "c1 differs at new token 2" in capsys.readouterr().out
 
 
@@ -163,6 +163,18 @@ def test_an_output_that_ends_early_is_a_difference():
     assert difference(target, p, full, full, GREEDY, 0) is None
     case = difference(target, p, full, full[:4], GREEDY, 0)
     assert (case["position"], case["drafted"], case["alone"]) == (4, full[4], None)
+    assert not tied(case) and margin(case) == "one text ended"
+
+
+def test_the_margin_is_that_of_the_token_that_was_given():
+    """Two best tokens that tie excuse each other, not a third one."""
+    target, p = hf_target("Llama"), prompt(9, 2)
+    own = reference(target, p, 4, ())
+    with torch.inference_mode():
+        logits = target.forward(torch.tensor([[*p, *own[:3]]]))[0, -1]
+    for token in (t for t in range(toys.VOCAB) if t != own[3]):
+        case = difference(target, p, [*own[:3], token], own, GREEDY, 0)
+        assert case["margin"] == pytest.approx(float(logits.max() - logits[token]), abs=1e-5) and tied(case) == (case["margin"] <= 1e-2)
 
 
 def test_the_margin_of_a_sample_is_that_of_its_noisy_choice():

@@ -39,6 +39,15 @@ def test_tensors_that_do_not_fit_are_named(saved):
         load_drafter(folder, "cpu", torch.float32)
 
 
+@pytest.mark.parametrize("bent", [lambda d2t: d2t + 500, lambda d2t: d2t * 0 - torch.arange(len(d2t)), lambda d2t: d2t.flip(0)])
+def test_a_draft_vocabulary_that_is_none_is_refused(saved, bent):
+    file = saved[2] / "drafter" / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"d2t": bent(tensors["d2t"]).contiguous()}, file)
+    with pytest.raises(ConfigError, match=r"d2t names target ids .*expected ascending ones, each once"):
+        load_drafter(saved[2], "cpu", torch.float32)
+
+
 def test_other_formats_and_empty_folders(tmp_path):
     with pytest.raises(KvshotError, match="no trained drafter here"):
         find_drafter(tmp_path)

@@ -54,6 +54,14 @@ def a_run(folder: Path, target: Path, config=None) -> Path:
     return folder
 
 
+def test_metrics_of_other_weights_are_not_put_on_the_card(tmp_path, tiny_target):
+    run = a_run(tmp_path / "run", tiny_target)
+    (run / "eval.json").write_text(json.dumps(EVAL | {"weights": "of another training"}))
+    with pytest.raises(KvshotError, match=r"eval\.json was measured with other weights than those in .*run kvshot eval again"):
+        export_drafter(run, tmp_path / "out", "kvshot")
+    assert not (tmp_path / "out").exists()
+
+
 # The own format
 
 
