@@ -191,7 +191,7 @@ def test_only_the_last_prompt_position_reaches_the_head_and_forwards_are_counted
 def test_a_sequence_at_the_end_of_its_context_leaves_the_one_beside_it_alone(monkeypatch):
     """Sequence 1 has room for long drafts, which for sequence 0 reach beyond a context after which a dynamic RoPE turns everything."""
     target = hf_target("Llama", rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0})
-    prompts, new = [prompt(72, 1), prompt(9, 2)], 24
+    prompts, new = [prompt(75, 1), prompt(9, 2)], 21
     texts = [reference(target, p, new, ()) for p in prompts]
     fed: list[int] = []
     plain = Target.last_hidden
