@@ -22,7 +22,7 @@ import click
 import torch
 
 from benchmarks.measure import CLOCKS, table
-from kvshot_ds.config import AnyDrafterConfig, DFlashConfig, DraftingConfig, HiddenOnlyConfig, HybridConfig, KVOnlyConfig, TargetConfig
+from kvshot_ds.config import AnyDrafterConfig, DFlashConfig, DraftingConfig, GateConfig, HiddenOnlyConfig, HybridConfig, KVOnlyConfig, TargetConfig
 from kvshot_ds.decoding.draft import Draft
 from kvshot_ds.decoding.engine import Engine
 from kvshot_ds.decoding.prompts import reference
@@ -37,6 +37,9 @@ from kvshot_ds.features.spec import FeatureSpec, Store
 from kvshot_ds.objectives.alignment import decoding_start
 from kvshot_ds.target import Target
 
+HYBRIDS = {  # whose draft step is timed
+    "elementwise": HybridConfig(), "per_head": HybridConfig(gate=GateConfig(kind="per_head")), "cross_only": HybridConfig(cross_only=True),
+}  # fmt: skip
 OVERHEAD_GOAL, STEP_GOAL = 0.08, 1.10
 LENGTH, PROMPT, STEPS = 7, 64, 6  # proposals a round; tokens before them; later steps timed in one go
 COMMITTED = 3  # positions that step 0 takes in
@@ -183,8 +186,8 @@ class Stepping:
             token = self.drafter.propose(self.step_drafter.forward_step(self.memory, token, k))
 
 
-def step(target: Target, draft_vocab: int, context: int, repeats: int, clock: str) -> list[str]:
-    subjects = {c.family: Stepping(target, c, draft_vocab, context) for c in (HiddenOnlyConfig(), HybridConfig())}
+def step(target: Target, draft_vocab: int, context: int, kind: str, repeats: int, clock: str) -> list[str]:
+    subjects = {c.family: Stepping(target, c, draft_vocab, context) for c in (HiddenOnlyConfig(), HYBRIDS[kind])}
     first: dict[str, Callable[[], float]] = {}
     later: dict[str, Callable[[], float]] = {}
     for family, one in subjects.items():
@@ -200,7 +203,7 @@ def step(target: Target, draft_vocab: int, context: int, repeats: int, clock: st
     parts = {family: in_parts(one, repeats, clock, target.device) for family, one in subjects.items()}
     share = [(name, *(f"{1e3 * parts[family].get(name, 0.0):.3f}" for family in subjects)) for name in dict.fromkeys([*parts["hybrid"], *parts["hidden_only"]])]
     return [
-        f"draft vocabulary {len(hidden.drafter.d2t):,}, {context} positions before; {STEPS} later steps in one go",
+        f"draft vocabulary {len(hidden.drafter.d2t):,}, {context} positions before, hybrid {kind}; {STEPS} later steps in one go",
         table(("drafter", "M parameters", "step 0 [ms]", "a later step [ms]"), rows),
         table(("of a later step [ms]", *subjects), share),
         f"hybrid / hidden-only: parameters {hybrid.parameters / hidden.parameters:.2f}, step 0 {ratios[0]:.2f}, a later step {ratios[1]:.2f}; "
@@ -335,6 +338,9 @@ def numbers(_context: click.Context, _option: click.Parameter, text: str) -> lis
     "--draft-vocabs", default="4096,32000", callback=numbers, show_default=True, help="draft vocabularies of the steps; the first is that of the rounds"
 )
 @click.option("--context", default=2048, show_default=True, help="positions before a draft step")
+@click.option(
+    "--hybrid", type=click.Choice(list(HYBRIDS)), default="elementwise", show_default=True, help="the hybrid of the steps: by its gate, or without a self path"
+)
 @click.option("--contexts", default="128,1024", callback=numbers, show_default=True, help="positions before a verifying forward")
 @click.option("--widths", default="1,8,61", callback=numbers, show_default=True, help="new tokens of a verifying forward")
 @click.option("--new", default=24, show_default=True, help="tokens of each decoding whose rounds are timed")
@@ -346,7 +352,7 @@ def numbers(_context: click.Context, _option: click.Parameter, text: str) -> lis
 )
 @click.option("--threads", default=1, show_default=True, help="CPU threads")
 def main(
-    target: Path, only: str | None, draft_vocabs: list[int], context: int, contexts: list[int], widths: list[int], new: int, repeats: int,
+    target: Path, only: str | None, draft_vocabs: list[int], context: int, hybrid: str, contexts: list[int], widths: list[int], new: int, repeats: int,
     dtype: Literal["fp32", "bf16"], device: Literal["cpu", "cuda"], clock: str, threads: int,
 ) -> None:  # fmt: skip
     torch.set_num_threads(threads)
@@ -357,7 +363,7 @@ def main(
             click.echo("\n".join(["", *overhead(loaded, draft_vocabs[0], new, repeats, clock)]))
         if only in (None, "step"):
             for size in dict.fromkeys(min(size, loaded.geometry.vocab_size) for size in draft_vocabs):
-                click.echo("\n".join(["", *step(loaded, size, context, repeats, clock)]))
+                click.echo("\n".join(["", *step(loaded, size, context, hybrid, repeats, clock)]))
         if only in (None, "verify"):
             click.echo("\n".join(["", *verify(loaded, contexts, widths, repeats, clock)]))
 
