@@ -7,18 +7,27 @@ from operator import mul
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from kvshot_ds.config.base import Dtype, Section
 
 _MOST_NODES = 512  # of a draft tree
-LEAST_TEMPERATURE = 1e-6
+_LEAST_TEMPERATURE = 1e-6
+
+
+def _not_too_small(temperature: float) -> float:
+    if 0 < temperature < _LEAST_TEMPERATURE:
+        raise ValueError(f"expected 0 (greedy) or at least {_LEAST_TEMPERATURE:g}: logits over less than that leave the range of fp32")
+    return temperature
+
+
+Temperature = Annotated[float, Field(ge=0), AfterValidator(_not_too_small)]
 
 
 class SamplingConfig(Section):
     """How the target's next token is chosen. Filters apply to the target's distribution, in this order: temperature, top_k, top_p, min_p."""
 
-    temperature: float = Field(0.0, ge=0, description=f"0: greedy; else at least {LEAST_TEMPERATURE:g}")
+    temperature: Temperature = Field(0.0, description=f"0: greedy; else at least {_LEAST_TEMPERATURE:g}")
     top_k: int = Field(0, ge=0, description="keep the most likely tokens only; 0 keeps all")
     top_p: float = Field(1.0, gt=0, le=1, description="keep the smallest set of most likely tokens that has at least this probability")
     min_p: float = Field(0.0, ge=0, le=1, description="keep tokens at least this likely, relative to the most likely one")
@@ -29,13 +38,6 @@ class SamplingConfig(Section):
         "coupled: drafter and target choose with the same noise at each position, so that the text is the one the target alone gives with that seed. "
         "Trees, whose drafts are not drawn, are always settled by the latter",
     )
-
-    @field_validator("temperature")
-    @classmethod
-    def _not_too_small(cls, value: float) -> float:
-        if 0 < value < LEAST_TEMPERATURE:
-            raise ValueError(f"expected 0 (greedy) or at least {LEAST_TEMPERATURE:g}: logits over less than that leave the range of fp32")
-        return value
 
     @property
     def greedy(self) -> bool:

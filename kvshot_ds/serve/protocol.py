@@ -9,6 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from kvshot_ds.config.serving import Temperature
+
 _STOPS = 16  # stop strings of one request; OpenAI takes 4
 _ZERO = (None, 0, 0.0)
 # Fields that change the answer in ways this server has not, with the values that change nothing.
@@ -62,7 +64,7 @@ class _Body(BaseModel):
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2)
+    temperature: Temperature | None = Field(None, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
