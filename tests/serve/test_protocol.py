@@ -110,7 +110,8 @@ def test_unknown_fields_are_refused():
     [
         ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", "5"), ("max_tokens", True), ("temperature", -0.1), ("temperature", 2.1),
         ("temperature", "1"), ("temperature", 1e-40), ("top_p", 0), ("top_p", 1.1), ("top_k", -2), ("min_p", 2), ("seed", -1), ("seed", 1 << 63), ("seed", 1.0),
-        ("stream", "yes"), ("stop", ""), ("stop", ["a", ""]), ("stop", [1]), ("stop", ["a"] * 17), ("stop", {}), ("model", 3), ("stream_options", {"include_usage": True}),
+        ("stream", "yes"), ("stop", ""), ("stop", ["a", ""]), ("stop", [1]), ("stop", ["a"] * 17), ("stop", {}), ("model", 3),
+        ("stream_options", {"include_usage": True}),
     ],
 )  # fmt: skip
 def test_values_out_of_bounds(field, value):
