@@ -15,7 +15,7 @@ import re
 import shutil
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -315,12 +315,13 @@ def _account(spool: Spool, counts: Mapping[str, int], failed: int, seconds: floa
 
 
 def _reasons(spool: Spool) -> dict[str, int]:
-    """Kinds of reasons in quarantine, the most frequent first; numbers and quoted words, in which they differ, left out."""
-
-    def kind(reason: str) -> str:
-        return re.sub(r"(?<!UTF-)\d+", "N", re.sub(r"'[^']*'", "'…'", re.sub(r"^entry \d+: ", "", reason)))
-
-    return dict(Counter(kind(row["reason"]) for row in spool.quarantined()).most_common())
+    """Kinds of reasons in quarantine, the most frequent first; numbers and quoted words left out where reasons of a kind differ in them."""
+    kinds: dict[str, Counter[str]] = defaultdict(Counter)
+    for row in spool.quarantined():
+        reason = re.sub(r"^entry \d+: ", "", row["reason"])
+        kinds[re.sub(r"(?<!UTF-)\d+", "N", re.sub(r"'[^']*'", "'…'", reason))][reason] += 1
+    named = {kind if len(alike) > 1 else next(iter(alike)): alike.total() for kind, alike in kinds.items()}
+    return dict(sorted(named.items(), key=lambda item: -item[1]))
 
 
 def _blocks(items: Iterable[T], most: int) -> Iterator[list[T]]:
