@@ -81,13 +81,11 @@ def of_drafter(recipe: Recipe, folder: Path, table: LatencyTable, context: float
             found.append(Simulated(place.name, "eval.json", latency, tuple(chains), (*of_eval, *_doubtful(chains))))
     if (place / "decode.json").is_file():
         acceptance, drafting, sampling = from_decode(place)
-        early = drafting.min_confidence and drafting.strategy == "chain"
-        of_decode = ["drafts stop early by drafting.min_confidence, which is not in the model"] if early else []
-        of_decode += (
-            []
-            if sampling.greedy
-            else [f"this is the acceptance of samples at temperature {sampling.temperature:g}, held-out acceptance that of greedy decoding"]
-        )
+        of_decode = list[str]()
+        if drafting.min_confidence and drafting.strategy == "chain":
+            of_decode.append("drafts stop early by drafting.min_confidence, which is not in the model")
+        if not sampling.greedy:
+            of_decode.append(f"this is the acceptance of samples at temperature {sampling.temperature:g}, held-out acceptance that of greedy decoding")
         try:
             shapes = [shape_of_round(drafting, latency.block_size)]
             if drafting.strategy == "chain":

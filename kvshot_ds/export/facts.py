@@ -22,7 +22,8 @@ def facts_of(source: Source, target: Path | None) -> dict[str, Any]:
     """JSON that goes into the config of an own-format folder and makes its card. A part that is not known is not there.
 
     command, git_commit, versions: of the training; recipe: its name; data: what it was trained on; evaluation: the held-out metrics of eval.json;
-    target_license. What the run does not say is taken from the folder itself, which may be an export. Raises KvshotError if a file is damaged.
+    target_license. What the run does not say is taken from the folder itself, which may be an export. Raises KvshotError if a file is damaged, or
+    eval.json is of other weights.
     """
     before: dict[str, Any] = dict(source.info.extra.get("exported") or {})
     run, recipe = run_of(source.folder), recipe_of(source.folder)
@@ -35,7 +36,7 @@ def facts_of(source: Source, target: Path | None) -> dict[str, Any]:
     place = source.folder.parent if source.folder.name == "drafter" else source.folder
     if (place / "eval.json").is_file():
         measured = read_object(place / "eval.json")
-        if measured.get("weights", mine := weights_digest(source.folder)) != mine:
+        if measured.get("weights") not in (None, weights_digest(source.folder)):  # None: measured before it was noted
             raise KvshotError(f"{place / 'eval.json'} was measured with other weights than those in {source.folder}; run kvshot eval again, or delete the file")
         found["evaluation"] = {name: measured[name] for name in _MEASURED if name in measured}
     if target is not None:
