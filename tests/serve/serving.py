@@ -7,7 +7,7 @@ import http.client
 import json
 import threading
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -97,10 +97,6 @@ class Running:
         with self._listener:
             await serve(self.service, self._listener, self._stop, self._hurry)
 
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
 
@@ -134,7 +130,7 @@ def running(service: Service) -> Iterator[Running]:
     try:
         yield server
     finally:
-        if server.alive:
+        with suppress(RuntimeError):  # its loop is closed: it has ended, as join will see
             server.stop()
-            server.hurry()
+            server.hurry()  # the first may have ended a server with nothing under way
         server.join()
